@@ -1,0 +1,293 @@
+"""
+Text out of a checkpoint.
+
+    python sample.py config/quickstart.py                                ten samples of that run
+    python sample.py --checkpoint=gpt2 --start="Once upon" --num_samples=1      GPT-2's own weights
+
+Prints each prompt with its continuation run on. A single sample appears as it is produced; several
+are made together, each with a line of dashes after it. Settings, notes and speed go to stderr.
+"""
+import codecs
+import contextlib
+import functools
+import hashlib
+import json
+import math
+import os
+import sys
+import time
+from collections import Counter
+
+import torch
+import torch.nn as nn
+
+from config import configure, fail
+from prepare import load_tokenizer
+from train import find_checkpoint, load_model, pick_device, pick_dtype
+
+# model
+out_dir = "out/fineweb_small"  # where train.py wrote
+checkpoint = "latest"  # latest or best of out_dir, or a model directory or hub id, e.g. gpt2
+# text
+start = ""  # prompt, FILE:path for a file's text, LINES:path for one a line; "" is <|endoftext|>
+num_samples = 10  # continuations of each prompt
+max_new_tokens = 500  # tokens a sample, if it doesn't come to <|endoftext|> before
+out = ""  # file for the samples as JSON lines: prompt, text (what comes after it), tokens (of text)
+# choice
+temperature = 0.8  # below 1 favours likely tokens; 0 always takes the likeliest
+top_k = 200  # choose among the k likeliest tokens; 0 among all
+top_p = 1.0  # choose among the likeliest that have this probability together; 1 among all
+seed = 1337  # the same prompt and seed give the same samples, whatever else is in the batch
+# system
+device = "auto"  # auto, cpu, cuda, cuda:1, mps
+dtype = "auto"  # of matrix products and cache: auto, bfloat16, float16, float32
+compile = False  # torch.compile: ten seconds and more before the first token, then a little faster
+
+EOT = "<|endoftext|>"
+BATCH = 64  # samples made together, at most: bounds the memory of the cache
+
+# --- Sampling: B rows, T tokens, S slots in the cache, V vocabulary -------------------------------
+
+def cast(model, device, dtype):
+    """
+    Move a float32 GPT to device, its matrices rounded to dtype once rather than at each token.
+
+    Positions and LayerNorms stay float32, and with them the residual stream, as in training.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.to(dtype)
+    model.transformer.wte.to(dtype)
+    return model.to(device)
+
+
+def compiled(function):
+    """function, compiled when it is first called; as it is, after a warning, where that fails."""
+    fast = torch.compile(function, dynamic=False)
+
+    def call(*args):
+        nonlocal fast
+        try:
+            return fast(*args)
+        except Exception as error:  # no C++ compiler or no Triton shows here, not above
+            if fast is function:
+                raise
+            reason = str(error).strip().split("\n")[0]
+            print(f"can't compile, so --compile=False from here: {reason}", file=sys.stderr)
+            fast = function
+            return function(*args)
+    return call
+
+
+def choose(logits, draw, temperature=1.0, top_k=0, top_p=1.0):
+    """
+    A token a row: logits (B, V), draw (B,) in [0, 1) -> (B,) int64.
+
+    >>> choose(torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([0.5]), temperature=0.0)
+    tensor([1])
+    """
+    if temperature == 0:
+        return logits.argmax(-1)
+    ids = None
+    if top_k or top_p < 1:
+        logits, ids = logits.topk(min(top_k or logits.size(-1), logits.size(-1)))  # largest first
+    logits = logits.float() / temperature
+    if top_p < 1:
+        probs = logits.softmax(-1)
+        beyond = probs.cumsum(-1) - probs >= top_p  # those before it are enough
+        logits = logits.masked_fill(beyond, -math.inf)
+    if ids is not None:
+        ids, order = ids.sort(-1)
+        logits = logits.gather(-1, order)
+    # Up the cumulative probability until it passes draw: one number a row. In the order of ids,
+    # because there, unlike by size, rounding hardly moves the borders between tokens.
+    probs = logits.softmax(-1)
+    total = probs.cumsum(-1)
+    passed = (total > draw[:, None] * total[:, -1:]) & (probs > 0)
+    first = passed.int().argmax(-1, keepdim=True)
+    return (first if ids is None else ids.gather(-1, first))[:, 0]
+
+
+@torch.no_grad()
+def generate(model, prompts, seeds, max_new_tokens, vocab_size=None, compile=False, **choice):
+    """
+    Continue prompts, B lists of 1 to block_size ids: yields (B,) int64 on the device, token by token.
+
+    A row depends on its prompt and seed alone, and goes on to the end; the caller cuts it at
+    <|endoftext|>. A row that fills the block_size tokens of its window goes on from their newer
+    half. Ids from vocab_size on are never chosen. choice: temperature, top_k, top_p. Nothing here
+    waits for the device.
+
+    The rows are aligned at their ends: "time" counts columns. The cache is a ring, in which the key
+    and value of time t lie in slot t % S.
+    """
+    config, weight = model.config, model.transformer.h[0].attn.c_attn.weight
+    device, dtype, B = weight.device, weight.dtype, len(prompts)
+    longest = max(map(len, prompts))
+    slots = 64 * math.ceil(min(config.block_size, longest + max_new_tokens) / 64)
+    step = compiled(model.hidden) if compile else model.hidden
+
+    def empty(B):
+        shape = B, config.n_head, slots, config.n_embd // config.n_head
+        return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(2 * config.n_layer)]
+
+    def read(hidden, idx, begin, now, cache):
+        """idx (B, T), the tokens before time now -> logits (B, V) after the last; fills the cache."""
+        time = torch.arange(now - idx.size(1), now, device=device)
+        # attention over the filled part of the ring only, but compiled code wants a fixed shape
+        S = slots if compile else min(slots, 64 * math.ceil(now / 64))
+        held = now - 1 - (now - 1 - torch.arange(S, device=device)) % slots  # the time in each slot
+        age = time[:, None] - held  # (T, S)
+        pos = (time - begin[:, None]).clamp(min=0)  # (B, T); padding, before 0, sees only itself
+        mask = (age >= 0) & (age <= pos[..., None])  # (B, T, S)
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            keys, values = cache[:config.n_layer], cache[config.n_layer:]
+            x = hidden(idx, pos, mask[:, None], (keys, values, time % slots))
+            return model.logits(x[:, -1])[:, :vocab_size]
+
+    tokens = torch.zeros(B, longest + max_new_tokens, dtype=torch.long)
+    for row, prompt in zip(tokens, prompts):
+        row[longest - len(prompt):longest] = torch.tensor(prompt)
+    tokens = tokens.to(device)
+    # all random numbers beforehand and on the CPU: the same on every device, and no waiting
+    draws = [torch.rand(max_new_tokens, generator=torch.Generator().manual_seed(s)) for s in seeds]
+    draws = torch.stack(draws).to(device)
+    begin = [longest - len(prompt) for prompt in prompts]  # the time at which each window begins
+    starts = torch.tensor(begin, device=device)
+    same = [prompts.index(prompt) for prompt in prompts]
+    once = sorted(set(same))
+
+    for now in range(longest, longest + max_new_tokens):
+        if now == longest:  # equal prompts are read once
+            cache = empty(len(once))
+            logits = read(model.hidden, tokens[once, :now], starts[once], now, cache)
+            to = [once.index(row) for row in same]
+            logits, cache = logits[to], [part[to] for part in cache]
+        else:
+            full = [row for row in range(B) if now - begin[row] > config.block_size]
+            for row in full:
+                begin[row] = now - max(1, config.block_size // 2)
+            starts = torch.tensor(begin, device=device) if full else starts
+            logits = read(step, tokens[:, now - 1:now], starts, now, cache)
+            if full:  # their positions have changed, so their keys and values do too
+                fresh, window = empty(len(full)), tokens[full, begin[full[0]]:now]
+                logits[full] = read(model.hidden, window, starts[full], now, fresh)
+                for part, new in zip(cache, fresh):
+                    part[full] = new
+        tokens[:, now] = choose(logits, draws[:, now - longest], **choice)
+        yield tokens[:, now]
+
+# --- Prompts and text -----------------------------------------------------------------------------
+
+def read_prompts(start):
+    """The prompts: start itself, or what is in the file that FILE: or LINES: names."""
+    kind, _, path = start.partition(":")
+    if kind not in ("FILE", "LINES"):
+        return [start]
+    try:
+        with open(path, encoding="utf-8") as f:
+            text = f.read()
+    except (OSError, UnicodeDecodeError) as error:
+        fail(f"--start={start}: can't read {path}: {error}")
+    lines = [line for line in text.split("\n") if line.strip()]
+    if kind == "LINES" and not lines:
+        fail(f"--start={start}: {path} has no prompt; blank lines are passed over")
+    return lines if kind == "LINES" else [text]
+
+
+def encode(encoding, prompt, block_size):
+    """Token ids of a prompt, the last block_size of them; <|endoftext|> in it is the token."""
+    ids = encoding.encode(prompt or EOT, allowed_special={EOT}, disallowed_special=())
+    if len(ids) > block_size:
+        print(f"prompt of {len(ids)} tokens: the model sees the last {block_size}", file=sys.stderr)
+    return ids[-block_size:]
+
+
+def load_encoding(directory, vocab_size):
+    """The tokenizer in a checkpoint, or gpt2 if it has none; has to fit the model's vocab_size."""
+    files = [os.path.join(directory, name) for name in ("vocab.json", "tokenizer.json")]
+    encoding = load_tokenizer(directory if any(map(os.path.exists, files)) else "gpt2")
+    spare = vocab_size - encoding.n_vocab
+    # some round a vocabulary up to a multiple of 8 to 128; those ids are never chosen
+    if spare and not (0 < spare < 128 and vocab_size % 8 == 0):
+        fail(f"{directory}: the model has {vocab_size} ids, tokenizer {encoding.name} "
+             f"{encoding.n_vocab}; put the files of the one it was trained with there")
+    return encoding
+
+
+def collect(steps, rows, encoding, show=None):
+    """
+    Run generate's steps until all rows have come to <|endoftext|> -> their ids, cut there.
+
+    show is called with the text of the only row as it grows, in whole characters.
+    """
+    eot, made, ended = encoding.eot_token, [], False
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may span tokens
+    for n, column in enumerate(steps, 1):
+        made.append(column)
+        ended = ended | (column == eot)
+        if (show or n % 16 == 0) and ended.all():  # asking waits for the device
+            break
+        if show:
+            show(decoder.decode(encoding.decode_single_token_bytes(column.item())))
+    if show:
+        show(decoder.decode(b"", final=True))
+    samples = torch.stack(made, 1).tolist() if made else [[]] * rows
+    return [ids[:ids.index(eot)] if eot in ids else ids for ids in samples]
+
+
+def main():
+    configure(globals(), echo=sys.stderr)
+    for key, least in dict(num_samples=1, max_new_tokens=0, temperature=0, top_k=0).items():
+        if globals()[key] < least:
+            fail(f"--{key}={globals()[key]}: has to be {least} or more")
+    if not 0 < top_p <= 1:
+        fail(f"--top_p={top_p}: has to be above 0 and at most 1")
+    place = pick_device(device)
+    precision = pick_dtype(dtype, place)
+    prompts = read_prompts(start)
+    directory = find_checkpoint(out_dir, checkpoint)
+    model = load_model(directory)
+    encoding = load_encoding(directory, model.config.vocab_size)
+    cast(model, place, getattr(torch, precision))
+    print(f"{directory} on {place} in {precision}", file=sys.stderr)
+
+    jobs, made = [], Counter()
+    for prompt in prompts:
+        ids = encode(encoding, prompt, model.config.block_size)
+        for _ in range(num_samples):
+            made[prompt] += 1  # a prompt that stands there twice goes on in two ways
+            digest = hashlib.sha256(repr((seed, ids, made[prompt])).encode()).digest()
+            jobs.append((prompt, ids, int.from_bytes(digest[:8], "little")))
+
+    sys.stdout.reconfigure(errors="replace")  # what the terminal can't show is shown as ?
+    show = functools.partial(print, end="", flush=True) if len(jobs) == 1 else None
+    try:
+        file = open(out, "w", encoding="utf-8") if out else contextlib.nullcontext()
+    except OSError as error:
+        fail(f"--out={out}: can't be written: {error}")
+    began, count = time.perf_counter(), 0
+    with file:
+        for i in range(0, len(jobs), BATCH):
+            texts, ids, seeds = zip(*jobs[i:i + BATCH])
+            if show:
+                show(prompts[0])
+            steps = generate(model, ids, seeds, max_new_tokens, encoding.n_vocab, compile,
+                             temperature=temperature, top_k=top_k, top_p=top_p)
+            for prompt, tokens in zip(texts, collect(steps, len(ids), encoding, show)):
+                text = encoding.decode_bytes(tokens).decode("utf-8", "replace")
+                print("" if show else prompt + text + "\n" + "-" * 15, flush=True)
+                if out:
+                    print(json.dumps(dict(prompt=prompt, text=text, tokens=tokens)), file=file)
+                count += len(tokens)
+    seconds = time.perf_counter() - began
+    print(f"{count} tokens in {seconds:.1f} s, {count / seconds:.0f} tokens/s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BrokenPipeError:  # as in sample.py | head; stdout's last flush must not fail once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        sys.exit(130)
