@@ -1,25 +1,28 @@
 """
-Text to uint16 token shards that train.py, llm.c and modded-nanogpt read.
+Text to uint16 token shards, the format of llm.c and modded-nanogpt, which train.py reads.
 
-    python prepare.py config/quickstart.py                        Python's own docs: seconds, no download
-    python prepare.py --dataset=mine --source='notes/*.txt'       your files; also .parquet .jsonl .json, .gz
-    python prepare.py config/fineweb_small.py                     10B tokens of FineWeb-Edu
+    python prepare.py config/quickstart.py                     Python's own documentation: seconds
+    python prepare.py --dataset=notes --source='notes/*.txt'   your .txt .jsonl .json .parquet, or .gz
+    python prepare.py config/fineweb_small.py                  10B tokens of FineWeb-Edu
 
-The same command goes on where a killed one stopped. Start it on every node under torchrun or srun (or
-with --rank and --world_size) and they share the source out; put the shards of all in one folder.
+The same command goes on where a killed one stopped. Started on each node by torchrun or srun (or with
+--rank and --world_size), the nodes share the source; train.py wants all their shards in one folder.
 """
 import glob
 import hashlib
+import itertools
 import json
 import os
 import platform
 import random
 import re
 import sys
+import threading
 import time
-from bisect import bisect_right
+import traceback
 from collections import deque, namedtuple
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -27,406 +30,461 @@ import numpy as np
 from config import configure, fail
 
 # what to read
-dataset = "fineweb_small"  # name of the folder under data/ (or its path) that gets the shards
-source = "HuggingFaceFW/fineweb-edu"  # Hugging Face dataset id, local files by path or glob, or pydocs
-source_config = "sample-10BT"  # configuration of a Hugging Face dataset
+dataset = "fineweb_small"  # gets the shards: data/<dataset>, or a folder by its path
+source = "HuggingFaceFW/fineweb-edu"  # Hugging Face dataset id; files by path or glob; or pydocs
+source_config = "sample-10BT"  # configuration of a Hugging Face dataset; "" for its default
 split = "train"  # split of a Hugging Face dataset
-text_key = "text"  # column that holds the text
-max_tokens = 0  # stop after this many tokens (over all nodes); 0: take all
+text_key = "text"  # the column that holds the text
+max_tokens = 0  # tokens to stop after, an equal share on each node; 0 takes all
 # what to write
-tokenizer = "gpt2"  # gpt2, bytes, or a folder or Hugging Face id of a GPT-2-style byte-level BPE
-shard_size = 100_000_000  # tokens a train shard; memory holds one
-val_tokens = 100_000_000  # first tokens of the source, kept for val; of a smaller source its first tenth
+tokenizer = "gpt2"  # gpt2, bytes, or a folder or Hugging Face id with a GPT-2-style byte-level BPE
+shard_size = 100_000_000  # tokens in a train shard; one is held in memory
+val_tokens = 100_000_000  # the first tokens are val; of a source with no more, the first tenth
 # how
-num_proc = 0  # tokenizer threads; 0: one a core
-rank = -1  # this node's number, of world_size; -1: torchrun's or SLURM's, else 0
-world_size = 0  # nodes that share the source; 0: torchrun's or SLURM's, else 1
+num_proc = 0  # threads that tokenize; 0 is one a core
+rank = -1  # this node's number, from 0; -1 is torchrun's or SLURM's, else 0
+world_size = 0  # nodes that share the source; 0 is torchrun's or SLURM's, else 1
 
 TOKENIZER_FILES = ("vocab.json", "merges.txt", "tokenizer_config.json")
 EOT = "<|endoftext|>"
-MAGIC = 20240520  # llm.c's header: 256 int32 of magic, version, token count and zeros
+MAGIC = 20240520  # opens llm.c's header of 256 int32: magic, version, token count, zeros
 HEADER = 1024  # its bytes
-GROUP = 1 << 18  # characters of text that a thread takes at a time, some 30 ms of work
-
-# ---- shards ----------------------------------------------------------------------------------------
-
+KINDS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text"}
+GROUP = 1 << 18  # characters a thread takes at a time: some 15 ms
+FLIGHT = 1 << 25  # characters ahead at most: a second's work for two threads, to write a shard in
+LOCKS = []  # open files, locked until the process ends
+OWN = threading.local()  # each thread's own Encoding
 Shard = namedtuple("Shard", "path offset tokens")  # offset: bytes before the first token
 
+# --- Shards and files: train.py reads by these ------------------------------------------------------
 
 def dataset_dir(dataset):
-    """data/<dataset>, or dataset itself where that is the path of a folder."""
-    is_path = os.path.isabs(dataset) or os.sep in dataset or os.path.isdir(dataset)
-    return dataset if is_path else os.path.join("data", dataset)
-
+    """data/<dataset>, or dataset itself where it is the path of a folder (a bare name: with shards)."""
+    inside, bare = os.path.join("data", dataset), os.path.basename(dataset) == dataset
+    is_path = glob.glob(glob.escape(dataset) + "/*.bin") if bare else os.path.isdir(dataset)
+    return dataset if is_path and not os.path.isdir(inside) else inside
 
 def find_shards(folder, split):
-    """The folder's shards of split (train or val) in order, each checked against its size."""
-    cure = f"make it with: python prepare.py --dataset={os.path.basename(folder)} --source=..."
-    if not os.path.isdir(folder):
-        fail(f"{folder}: no such dataset folder; {cure}")
-    found = [re.fullmatch(rf"(?:(.+)_)?{split}(?:_(\d+))?\.bin", name) for name in os.listdir(folder)]
-    found = sorted((match for match in found if match), key=lambda match: int(match[2] or 0))
+    """The folder's shards of split, "train" or "val", in order, each checked against its size."""
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    found = [re.fullmatch(rf"((.+)_)?{split}(_\d+)?\.bin", name) for name in names]
+    found = [match for match in found if match]
     if not found:
-        numpy_files = glob.glob(glob.escape(folder) + "/*.npy")
-        fail(f"{folder}: no {split} shards (*_{split}_*.bin or {split}.bin)"
-             + (", and .npy files are not read" if numpy_files else "") + f"; {cure}")
+        fail(f"{folder}: no {split} shards (*_{split}_*.bin or {split}.bin; .npy is not read); make "
+             f"them by python prepare.py --dataset={folder} with a recipe or --source")
     if len({match[1] for match in found}) > 1:
-        fail(f"{folder}: {split} shards of several datasets: {found[0][0]}, {found[-1][0]}")
+        fail(f"{folder}: two datasets, {found[0][0]} and {found[-1][0]}; give each its own folder")
     return [check_shard(os.path.join(folder, match[0])) for match in found]
 
-
 def check_shard(path):
+    """path as a Shard: with llm.c's header, or as nanoGPT's bare tokens."""
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         head = file.read(HEADER)
-    if len(head) < 2 or size % 2 or head.startswith(b"\x93NUMPY"):
-        fail(f"{path}: {size} bytes that are no uint16 tokens; delete it and run prepare.py again")
-    magic, version, count = (int.from_bytes(head[i:i + 4], "little") for i in (0, 4, 8))
-    if magic == MAGIC:
-        if version != 1 or count < 1 or size != HEADER + 2 * count:
-            fail(f"{path}: header says version {version}, {count:,} tokens, file has {size:,} bytes: "
-                 f"truncated or no such shard; delete it and run prepare.py again")
+    magic, form, count = np.frombuffer(head.ljust(HEADER, b"\0"), "<i4")[:3].tolist()
+    if magic == MAGIC and form == 1 and count > 0 and size == HEADER + 2 * count:
         return Shard(path, HEADER, count)
-    # nanoGPT's headerless form could be anything, but tokens always hold a zero byte, and text never
-    if b"\0" not in head and len(head) == HEADER:
-        fail(f"{path}: looks like text, not like uint16 tokens; run prepare.py --source={path}")
+    # bare tokens can be any bytes, but not a kilobyte of valid UTF-8 without a zero
+    text = b"\0" not in head and "\ufffd" not in head.decode("utf-8", "replace")[:-1]
+    if magic == MAGIC or size < 2 or size % 2 or text or head.startswith(b"\x93NUMPY"):
+        what = f"a truncated shard of {count:,} tokens" if magic == MAGIC else "no uint16 tokens"
+        fail(f"{path}: {size:,} bytes, {what}; delete it and run prepare.py again")
     return Shard(path, 0, size // 2)
 
-
 def read_tokens(shard, start, count):
-    """Tokens start .. start + count of a shard; read, not mapped: a map's pages count as our memory."""
-    with open(shard.path, "rb") as file:
-        file.seek(shard.offset + 2 * start)
-        return np.fromfile(file, dtype="<u2", count=count)
-
+    """Tokens [start, start + count). Read, not mapped: the pages of a map would count as our memory."""
+    return np.fromfile(shard.path, "<u2", count, offset=shard.offset + 2 * start)
 
 def vocabulary(folder):
-    """(vocab_size, eot) of a folder's tokenizer files; GPT-2's where it has none."""
-    path = os.path.join(folder, "vocab.json")
-    if not os.path.exists(path):
-        return 50257, 50256
-    vocab = json.loads(Path(path).read_text(encoding="utf-8"))
+    """(vocab_size, eot) by the folder's vocab.json; GPT-2's where there is none."""
+    path = Path(folder, "vocab.json")
+    vocab = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {EOT: 50256}
     return max(vocab.values()) + 1, vocab[EOT]
 
-
-def write_file(path, data):
-    """Write aside, sync, rename: whenever the power goes, path holds its old bytes or all the new."""
+def write_file(path, *parts):
+    """Write aside, sync, rename: whenever the power goes, path has its old bytes or all the new."""
     aside = f"{path}.tmp"
     try:
         with open(aside, "wb") as file:
-            file.write(data)
+            file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
     except OSError:
-        if os.path.exists(aside):
-            os.remove(aside)  # half a file: on a full disk its space is better used
+        Path(aside).unlink(missing_ok=True)  # a full disk needs the room
         raise
-    sync_folder(os.path.dirname(path) or ".")
-
-
-def sync_folder(folder):
-    if hasattr(os, "O_DIRECTORY"):  # Windows can't open a folder, and needn't
-        handle = os.open(folder, os.O_DIRECTORY)
-        os.fsync(handle)
-        os.close(handle)
-
-
-LOCKS = []  # open files, for the life of the process
-
+    if os.name == "posix":  # Windows can't open a folder, and needn't
+        folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
 
 def lock(folder, name=".lock"):
-    """Make the folder and hold it against other processes; the system lets go of it with the process."""
+    """Make the folder and hold it; the system lets go when the process ends, however it ends."""
     try:
         os.makedirs(folder, exist_ok=True)
         LOCKS.append(open(os.path.join(folder, name), "a", encoding="utf-8"))
-    except OSError as error:
-        fail(f"{folder}: {error.strerror}; choose a folder that can be written")
-    try:
-        import fcntl
+        import fcntl  # not on Windows
         fcntl.flock(LOCKS[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ImportError:
-        pass  # Windows: no such lock
     except BlockingIOError:
-        fail(f"{folder}: another process is writing there; wait for it, or end it")
+        fail(f"{folder}: another process is writing here; wait for it, or end it")
+    except OSError as error:
+        fail(f"{folder}: {error.strerror}; choose a folder that can be written and locked")
+    except ImportError:
+        pass
 
-
-# ---- tokenizers ------------------------------------------------------------------------------------
+# --- Tokenizers -------------------------------------------------------------------------------------
 
 def byte_alphabet():
-    """{character: byte}: GPT-2 writes the bytes of its tokens as printable characters, space as Ġ."""
+    """{byte: character}: how GPT-2's files spell tokens, all printable (a space is Ġ)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+    others = (byte for byte in range(256) if byte not in printable)
+    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
 
-
-def merge_pairs(ranks):
-    """The merge that makes each longer token, in order: BPE on the token with only earlier ranks."""
+def merge_lines(ranks):
+    """merges.txt for {token: id}: of each longer token the two parts that BPE up to its id leaves."""
+    char_of, lines = byte_alphabet(), []
     for token in sorted((token for token in ranks if len(token) > 1), key=ranks.get):
         parts = [token[i:i + 1] for i in range(len(token))]
         while len(parts) > 2:
-            pairs = [ranks.get(a + b, ranks[token]) for a, b in zip(parts, parts[1:])]
-            at = pairs.index(min(pairs))
-            if pairs[at] >= ranks[token]:
-                raise ValueError(f"token {token!r} can't be made of tokens with lower ids")
-            parts[at:at + 2] = [parts[at] + parts[at + 1]]
-        yield tuple(parts)
-
+            costs = [ranks.get(a + b, 1 << 20) for a, b in itertools.pairwise(parts)]
+            i = costs.index(min(costs))
+            parts[i:i + 2] = [parts[i] + parts[i + 1]]
+        lines.append(" ".join("".join(char_of[byte] for byte in part) for part in parts))
+    return lines
 
 def load_tokenizer(name):
-    """A tiktoken Encoding: gpt2, bytes, or the GPT-2-style BPE in a folder or on the hub."""
+    """A tiktoken Encoding: gpt2, bytes, or the GPT-2-style BPE of a folder or Hugging Face id."""
     import tiktoken
     from tiktoken_ext.openai_public import r50k_pat_str
-    if name == "gpt2":
-        try:
-            return tiktoken.get_encoding("gpt2")
-        except Exception as error:
-            fail(f"tokenizer gpt2: vocab.bpe and encoder.json can't be fetched ({type(error).__name__}); "
-                 "without a network set TIKTOKEN_CACHE_DIR to a folder that holds them under "
-                 "tiktoken's names, 6d1cbeee0f20b3d9449abfede4726ed8212e3aee (vocab.bpe) and "
-                 "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6 (encoder.json)")
-    if name == "bytes":
-        vocab, merges = {char: byte for char, byte in byte_alphabet().items()} | {EOT: 256}, []
-    elif name in tiktoken.list_encoding_names():
-        fail(f"tokenizer {name}: not of GPT-2's kind, which is what the tokenizer files can hold "
-             "(its word pattern, at most 65,536 ids); use gpt2, bytes, or a folder or hub id")
-    else:
-        vocab, merges = read_tokenizer(name)
-    alphabet = byte_alphabet()
+    byte_of = {char: byte for byte, char in byte_alphabet().items()}
     try:
-        if EOT not in vocab:
-            raise ValueError(f"no {EOT}")
-        if max(vocab.values()) > 65535:
-            raise ValueError(f"its ids go up to {max(vocab.values()):,}, and a shard's end at 65,535")
-        if len(set(vocab.values())) < len(vocab):
-            raise ValueError("two tokens share an id")
-        if not vocab.keys() >= alphabet.keys():
-            raise ValueError("not byte-level: some of the 256 bytes have no token")
-        merged = {a + b for a, b in merges}
-        ranks = {bytes(alphabet[c] for c in token): vocab[token] for token in merged | alphabet.keys()}
-        encode = {byte: char for char, byte in alphabet.items()}
-        pairs = [tuple("".join(encode[b] for b in part) for part in pair) for pair in merge_pairs(ranks)]
-        if pairs != merges:
+        if name == "gpt2":
+            return tiktoken.get_encoding("gpt2")
+        if name in tiktoken.list_encoding_names():
+            raise ValueError("splits text in its own way, or has more ids than a uint16")
+        vocab, merges = (byte_of | {EOT: 256}, []) if name == "bytes" else read_tokenizer(name)
+        if EOT not in vocab or max(vocab.values()) > 65535:
+            raise ValueError(f"wanted are {EOT} and ids up to 65535, not {max(vocab.values())}")
+        made = byte_of.keys() | {line.replace(" ", "") for line in merges}
+        ranks = {bytes(byte_of[char] for char in token): vocab[token] for token in made}
+        if merge_lines(ranks) != merges:  # tiktoken merges in the order of ids
             raise ValueError("its ids are not in the order of its merges")
-    except (ValueError, KeyError) as error:
-        fail(f"tokenizer {name}: {error}; only a GPT-2-style byte-level BPE will do")
-    special = {token: i for token, i in vocab.items() if token not in merged and token not in alphabet}
-    return tiktoken.Encoding(name, pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special)
-
+        special = {token: i for token, i in vocab.items() if token not in made}
+        return tiktoken.Encoding(name, pat_str=r50k_pat_str, mergeable_ranks=ranks,
+                                 special_tokens=special)
+    except Exception as error:
+        cure = ("is no byte-level BPE of GPT-2's kind" if name != "gpt2" else "needs a network, or its "
+                "vocab.bpe and encoder.json laid as 6d1cbeee0f20b3d9449abfede4726ed8212e3aee and "
+                "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6 into a folder that TIKTOKEN_CACHE_DIR names")
+        fail(f"tokenizer {name} {cure} ({brief(error)})")
 
 def read_tokenizer(name):
-    """(vocab, merges) of a folder or hub id: tokenizer.json, which tells more, else the two files."""
-    folder = Path(fetch(name, ["vocab.json", "merges.txt", "tokenizer.json"]))
-    try:
-        if (folder / "tokenizer.json").exists():
-            whole = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-            model, cutter = whole["model"], whole.get("pre_tokenizer") or {}
-            plain = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
-            odd = [key for key in plain if cutter.get(key, plain[key]) != plain[key] or not cutter]
-            odd += [key for key in ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback",
-                                    "ignore_merges", "dropout") if model.get(key)]
-            if model["type"] != "BPE" or odd or whole.get("normalizer"):
-                fail(f"tokenizer {name}: tokenizer.json is not plain ByteLevel BPE ({', '.join(odd)})")
-            vocab = model["vocab"] | {token["content"]: token["id"] for token in whole["added_tokens"]}
-            lines = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
-        else:
-            vocab = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
-            lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
-            lines = lines[lines[0].startswith("#version"):]
-        return vocab, [tuple(line.split(" ")) for line in lines if line]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        fail(f"tokenizer {name}: needs a tokenizer.json, or vocab.json and merges.txt ({error!r})")
-
-
-def save_tokenizer(encoding, folder):
-    """Write the tokenizer as GPT-2's own two files, which tiktoken and Hugging Face both read."""
-    encode = {byte: char for char, byte in byte_alphabet().items()}
-    ranks = encoding._mergeable_ranks
-    merges = [" ".join("".join(map(encode.get, part)) for part in pair) for pair in merge_pairs(ranks)]
-    vocab = {"".join(map(encode.get, token)): i for token, i in ranks.items()} | encoding._special_tokens
-    vocab = dict(sorted(vocab.items(), key=lambda item: item[1]))
-    config = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False,
-              "bos_token": EOT, "eos_token": EOT, "unk_token": EOT}
-    contents = json.dumps(vocab), "\n".join(["#version: 0.2", *merges, ""]), json.dumps(config, indent=1)
-    for name, text in zip(TOKENIZER_FILES, contents):
-        write_file(os.path.join(folder, name), text.encode("utf-8"))
-
+    """(vocab, merges) of tokenizer.json, which also tells how text is split, else of the two files."""
+    folder = Path(fetch(name, ["tokenizer.json", "vocab.json", "merges.txt"]))
+    if not (folder / "tokenizer.json").exists():
+        lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
+        vocab = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
+        return vocab, [line for line in lines if line and not line.startswith("#version")]
+    whole = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    plain = {"type": "ByteLevel", "use_regex": True, "add_prefix_space": False, "trim_offsets": True}
+    if plain | (whole["pre_tokenizer"] or {"type": None}) != plain or whole["normalizer"]:
+        raise ValueError("tokenizer.json prepares or splits text in another way")
+    vocab, merges = whole["model"]["vocab"], whole["model"]["merges"]
+    vocab = vocab | {token["content"]: token["id"] for token in whole["added_tokens"]}
+    return vocab, [line if isinstance(line, str) else " ".join(line) for line in merges]
 
 def fetch(name, patterns):
-    """A folder as it is, else the matching files of a Hugging Face model."""
-    if os.path.isdir(name):
-        return name
+    """A folder as it is; else these files of a repository on the Hugging Face hub."""
     try:
         from huggingface_hub import snapshot_download
-        return snapshot_download(name, allow_patterns=patterns)
+        return name if os.path.isdir(name) else snapshot_download(name, allow_patterns=patterns)
     except Exception as error:
-        reason = str(error).strip().split("\n")[0]
-        fail(f"{name}: no such folder, and not to be had from the Hugging Face hub "
-             f"({type(error).__name__}: {reason})")
+        fail(f"{name}: no such folder, and not to be had from the Hugging Face hub ({brief(error)})")
 
+def save_tokenizer(encoding, folder):
+    """Write GPT-2's own two files, which tiktoken reads as well, and what transformers wants to know."""
+    char_of, ranks = byte_alphabet(), encoding._mergeable_ranks
+    vocab = {"".join(char_of[byte] for byte in token): i for token, i in ranks.items()}
+    vocab = sorted((vocab | encoding._special_tokens).items(), key=lambda item: item[1])
+    merges = "\n".join(["#version: 0.2", *merge_lines(ranks), ""])
+    config = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False,
+              "bos_token": EOT, "eos_token": EOT, "unk_token": EOT}
+    for name, text in zip(TOKENIZER_FILES, (json.dumps(dict(vocab)), merges, json.dumps(config))):
+        write_file(os.path.join(folder, name), text.encode("utf-8"))
 
-# ---- sources ---------------------------------------------------------------------------------------
+# --- Sources ----------------------------------------------------------------------------------------
 
 def pydocs():
     """The documentation inside this Python, a document a topic or module, in a fixed shuffled order."""
     import ast
     import warnings
     from pydoc_data.topics import topics
-    warnings.simplefilter("ignore", SyntaxWarning)  # old escapes in old modules
-    documents = [text for _, text in sorted(topics.items())]
-    library = Path(os.__file__).parent
+    warnings.simplefilter("ignore")  # old escapes in old modules
+    library, documents = Path(os.__file__).parent, list(topics.values())
     for path in sorted(library.rglob("*.py")):
-        parts = path.relative_to(library).parts
-        if {"site-packages", "dist-packages", "test", "tests", "idle_test"} & set(parts):
+        if {"site-packages", "dist-packages", "test", "tests", "idle_test"} & set(path.parts):
             continue
-        try:  # parsed, never imported: importing antigravity opens a browser
-            tree = ast.parse(path.read_bytes())
+        try:
+            tree = ast.parse(path.read_bytes())  # read, not imported: that could do anything
         except (SyntaxError, ValueError):
-            continue  # lib2to3 keeps some broken files to test itself
-        texts = [ast.get_docstring(tree) or ""]
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                text = ast.get_docstring(node)
-                if text:
-                    texts.append(f"{node.name}\n{text}")
-        if len("".join(texts)) > 200:
-            documents.append("\n\n".join([path.stem, *filter(None, texts)]))
+            continue  # a file left over from another Python
+        kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        nodes = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+        texts = [(getattr(node, "name", path.stem), ast.get_docstring(node)) for node in nodes]
+        documents.append("\n\n\n".join(f"{name}\n\n{text}" for name, text in texts if text))
     random.Random(1337).shuffle(documents)
-    return [document.encode("utf-8", "replace").decode("utf-8") for document in documents]
+    return [text.encode("utf-8", "replace").decode("utf-8") for text in documents if len(text) > 200]
 
-
-def open_source(source, source_config, split, text_key, revision):
-    """The source as a stream of rows that knows its place (state_dict), and the text column's name."""
+def open_source(source, files, source_config, split, text_key, revision, rank, world_size):
+    """This node's part of the source: a streaming dataset, which tells its place and returns to it."""
+    import logging
     import datasets
+    from pyarrow.dataset import ParquetFragmentScanOptions
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what fails is said once, by us
-    if source == "pydocs":
-        return datasets.Dataset.from_dict({"text": pydocs()}).to_iterable_dataset()
-    files = local_files(source)
-    if not files:
-        return datasets.load_dataset(source, name=source_config or None, split=split, streaming=True,
-                                     **({"revision": revision} if revision else {}))
-    kind = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text"}
-    kind = kind[Path(files[0].removesuffix(".gz")).suffix]
-    more = {"text": {"sample_by": "document"}, "parquet": {"batch_size": 1000}}.get(kind, {})
-    return datasets.load_dataset(kind, data_files=files, split="train", streaming=True, **more)
+    logging.disable(logging.CRITICAL)  # what goes wrong is told by us, in one line
+    options = {"text": {"sample_by": "document",
+                        "features": datasets.Features({text_key: datasets.Value("string")})},
+               "parquet": {"batch_size": 1000, "fragment_scan_options": ParquetFragmentScanOptions(
+                   use_buffered_stream=True, pre_buffer=False)}}  # half the memory
+    try:
+        if source == "pydocs":
+            stream = datasets.Dataset.from_dict({text_key: pydocs()}).to_iterable_dataset(world_size)
+        elif files:
+            kind = KINDS[Path(files[0].removesuffix(".gz")).suffix]
+            paths = [f"gzip://{Path(path).stem}::{path}" if path.endswith(".parquet.gz")
+                     else glob.escape(path) for path in files]
+            stream = datasets.load_dataset(kind, data_files=paths, split="train", streaming=True,
+                                           **options.get(kind, {}))
+        else:
+            stream = datasets.load_dataset(source, name=source_config or None, split=split,
+                                           streaming=True, revision=revision)
+        # Readers seek, and nodes share, by row groups. On the hub each costs three requests and three
+        # times its bytes: there files are read through, unless they are few for so many nodes.
+        if files or stream.num_shards < 8 * world_size:
+            stream = stream.reshard()
+        if text_key in (stream.column_names or ()):
+            stream = stream.select_columns([text_key])
+        return stream.shard(world_size, rank) if rank < stream.num_shards else stream.take(0)
+    except Exception as error:
+        fail(f"source {source} can't be opened: {brief(error)}")
 
+def brief(error):
+    """An exception in one line, with the file that datasets was reading, which only its frames know."""
+    file = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        reader = frame.f_locals.get("ex_iterable")
+        while hasattr(reader, "ex_iterable"):
+            reader = reader.ex_iterable
+        files = getattr(reader, "kwargs", {})
+        files = files.get("files") or files.get("base_files") or [file]
+        file = files[min((getattr(reader, "_state_dict", 0) or {}).get("shard_idx", 0), len(files) - 1)]
+        file = frame.f_locals.get("file", file)
+    text = (str(error).strip().splitlines() or ["nothing in it"])[0]
+    return f"{file}: {text}" if file and isinstance(file, str) else f"{type(error).__name__}: {text}"
 
-def local_files(source):
-    return sorted(glob.glob(source)) or [source] * os.path.isfile(source)
-
-
-def read_groups(stream, text_key, state):
-    """Yield (state before, texts) in order; a read that fails is tried again from the last state."""
-    tries = 0
+def read_groups(stream, text_key, place):
+    """Yield (place, texts): some GROUP characters of text, and the stream's state before them."""
+    failures = 0
     while True:
+        texts, size = [], 0
         try:
-            stream.load_state_dict(state)
-            group, size = [], 0
+            if place:
+                stream.load_state_dict(place)
             for row in stream:
-                group.append(row[text_key] or "")
-                size += len(group[-1])
-                if size >= GROUP or len(group) >= 4096:
-                    after, tries = stream.state_dict(), 0
-                    yield state, group
-                    state, group, size = after, [], 0
-            if group:
-                yield state, group
+                if not isinstance(row.get(text_key, 0), str | None):
+                    fail(f"no text in a column {text_key!r}; pick --text_key from: {', '.join(row)}")
+                texts.append(row[text_key] or "")
+                size += len(texts[-1]) + 1
+                if size >= GROUP:
+                    after, failures = stream.state_dict(), 0
+                    yield place, texts
+                    place, texts, size = after, [], 0
+            if texts:
+                yield place, texts
             return
-        except Exception as error:
-            tries += 1
-            if isinstance(error, (ValueError, TypeError, KeyError)) or tries > 5:
-                fail(f"{error!r}")
-            print(f"{type(error).__name__}; trying again in {2 ** tries} s", file=sys.stderr)
-            time.sleep(2 ** tries)
+        except Exception as error:  # what a network does is worth another try, from the last place
+            failures += 1
+            if failures > 5 or isinstance(error, (ValueError, TypeError, LookupError, EOFError)):
+                fail(f"{brief(error)}; finished shards are kept, and the same command goes on from them")
+            print(f"{brief(error)}; trying again in {2 ** failures} s", file=sys.stderr, flush=True)
+            time.sleep(2 ** failures)
 
+# --- The work ---------------------------------------------------------------------------------------
 
-# ---- main ------------------------------------------------------------------------------------------
-
-def tokenize(encoding, texts):
-    """The texts' tokens as uint16, <|endoftext|> before each."""
-    eot, parts = np.array([encoding.eot_token], np.uint32), []
+def tokenize(texts):
+    """The tokens of texts, <|endoftext|> before each."""
+    eot, parts = np.array([OWN.encoding.eot_token], np.uint32), []
     for text in texts:
-        try:
-            ids = encoding.encode_to_numpy(text, disallowed_special=())  # without Python ints, or the GIL
-        except UnicodeEncodeError:
-            ids = np.array(encoding.encode_ordinary(text), np.uint32)  # repairs lone surrogates
-        parts += [eot, ids]
-    ids = np.concatenate(parts)
-    if ids.max() > 65535:
-        raise ValueError(f"token id {ids.max()} is past uint16")
-    return ids.astype(np.uint16)
+        try:  # lets other threads run, and makes no Python ints
+            tokens = OWN.encoding.encode_to_numpy(text, disallowed_special=())
+        except UnicodeEncodeError:  # a lone surrogate: this repairs it
+            tokens = np.array(OWN.encoding.encode_ordinary(text), np.uint32)
+        except BaseException as error:  # Rust's panics are no Exception
+            raise ValueError(f"the document that opens with {text[:40]!r}: {error}") from error
+        parts += [eot, tokens]
+    tokens = np.concatenate(parts)
+    if tokens.max() > 65535:
+        raise ValueError(f"token id {tokens.max()} is past uint16")
+    return tokens.astype("<u2")
 
+def in_order(groups, encoding, threads):
+    """Yield (place, texts, tokens) in order, with threads at work at most FLIGHT characters ahead."""
+    def take_encoding():  # threads that share one Encoding get half as much done
+        OWN.encoding = type(encoding)("own", pat_str=encoding._pat_str, mergeable_ranks=encoding.
+                                      _mergeable_ranks, special_tokens=encoding._special_tokens)
+    flight, ahead = deque(), 0
+    pool = ThreadPoolExecutor(threads, initializer=take_encoding)
+    try:
+        for place, texts in itertools.chain(groups, [(None, None)]):
+            if texts:
+                flight.append((place, texts, pool.submit(tokenize, texts)))
+                ahead += sum(map(len, texts))
+            while flight and (ahead > FLIGHT or not texts):
+                place, done, future = flight.popleft()
+                ahead -= sum(map(len, done))
+                yield place, done, future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
-def in_order(pool, encoding, groups, threads):
-    """Yield (state before, tokens) of the groups, tokenized in parallel, with little in flight."""
-    flight, size = deque(), 0
-    for state, texts in groups:
-        size += sum(map(len, texts))
-        flight.append((state, sum(map(len, texts)), pool.submit(tokenize, encoding, texts)))
-        while size > 4 * threads * GROUP:
-            state, n, future = flight.popleft()
-            size -= n
-            yield state, future.result()
-    for state, _, future in flight:
-        yield state, future.result()
+def read_meta(folder, settings, revision):
+    """What this node has done in the folder, or {}; fails where that was done with other settings."""
+    mine = {}
+    for path in sorted(glob.glob(glob.escape(folder) + "/meta*.json")):
+        meta = json.loads(Path(path).read_text(encoding="utf-8"))
+        then = meta["settings"] | {"revision": meta["revision"]}
+        for key, now in (settings | {"revision": revision or then["revision"]}).items():
+            if key not in ("dataset", "num_proc", "rank") and then[key] != now:
+                fail(f"{folder} was begun with {key}={then[key]!r}, and this is {now!r}; put it back, "
+                     "delete the folder, or choose another --dataset")
+        mine = meta if then["rank"] == settings["rank"] else mine
+    if not mine and settings["world_size"] == 1 and glob.glob(glob.escape(folder) + "/*.bin"):
+        fail(f"{folder} holds shards from elsewhere; choose another --dataset")
+    for shard in mine.get("shards", ()):
+        path = os.path.join(folder, shard["file"])
+        if os.path.exists(path + ".new"):  # killed after noting it, before showing it
+            os.replace(path + ".new", path)
+        if not os.path.exists(path):
+            fail(f"{path} is gone; delete {folder} and run again")
+    return mine
 
+def write_meta(folder, meta):
+    for key in ("documents", "tokens", "bytes"):
+        meta[key] = sum(shard[key] for shard in meta["shards"])
+    alone, node = meta["settings"]["world_size"] == 1, meta["settings"]["rank"]
+    path = os.path.join(folder, "meta.json" if alone else f"meta_{node}.json")
+    write_file(path, json.dumps(meta, indent=1).encode("utf-8"))
+
+def write_shard(folder, meta, tokens, lengths, resume):
+    """The next shard: written aside, noted in meta, shown to readers. A kill undoes none of the steps."""
+    n, node, nodes = len(meta["shards"]), meta["settings"]["rank"], meta["settings"]["world_size"]
+    kind, number = ("train", 1 + node + (n - (node == 0)) * nodes) if n or node else ("val", 0)
+    name = f"{os.path.basename(os.path.abspath(folder))}_{kind}_{number:06}.bin"
+    header = np.array([MAGIC, 1, len(tokens)] + [0] * 253, "<i4")
+    digest = hashlib.sha256(header)
+    digest.update(tokens)
+    parts = np.array_split(tokens, len(tokens) // 10**6 + 1)  # for small temporaries
+    meta["shards"].append({
+        "file": name, "tokens": len(tokens), "sha256": digest.hexdigest(),
+        "documents": sum(int(np.count_nonzero(part == meta["eot"])) for part in parts),
+        "bytes": sum(int(lengths[part].sum()) for part in parts)})
+    meta["resume"] = resume
+    path = os.path.join(folder, name)
+    write_file(path + ".new", header, tokens)
+    write_meta(folder, meta)
+    os.replace(path + ".new", path)
 
 def main():
-    configure(globals())
+    settings = configure(globals())
+    env = os.environ
+    node = rank if rank >= 0 else int(env.get("RANK", env.get("SLURM_PROCID", 0)))
+    nodes = world_size or int(env.get("WORLD_SIZE", env.get("SLURM_NTASKS", 1)))
+    settings |= {"rank": node, "world_size": nodes}
+    if not 0 <= node < nodes or min(shard_size, val_tokens) < 1 or min(max_tokens, num_proc) < 0:
+        fail(f"out of range: rank={node} of world_size={nodes}, shard_size={shard_size}, "
+             f"val_tokens={val_tokens}, max_tokens={max_tokens} or num_proc={num_proc}")
     folder = dataset_dir(dataset)
-    lock(folder)
-    name = os.path.basename(os.path.abspath(folder))
-    if os.path.exists(os.path.join(folder, "meta.json")):
-        print(f"{folder} is finished")
+    lock(folder, f".lock_{node}")
+    files = [source] if os.path.isfile(source) else sorted(filter(os.path.isfile, glob.glob(source)))
+    revision = (platform.python_version() if source == "pydocs" else files and
+                f"{len(files)} files, {sum(map(os.path.getsize, files))} bytes") or None
+    meta = read_meta(folder, settings, revision)
+    if meta and meta["resume"] is None:
+        print(f"{folder} is finished: {meta['tokens']:,} tokens in {len(meta['shards'])} shards")
         return
+
     encoding = load_tokenizer(tokenizer)
-    threads = num_proc or os.cpu_count()
-    stream = open_source(source, source_config, split, text_key, None)
-    started, shards, total = time.time(), [], 0
-    buffer, filled = np.empty(max(shard_size, val_tokens) + HEADER // 2, "<u2"), 0
-    capacity = val_tokens
+    lengths = np.zeros(65536, np.int64)  # of each id, in bytes
+    for token, i in encoding._mergeable_ranks.items():
+        lengths[i] = len(token)
+    if not meta:
+        if node == 0:
+            save_tokenizer(encoding, folder)
+        paths = [Path(folder, name) for name in TOKENIZER_FILES if node == 0]
+        if not revision:
+            try:
+                from huggingface_hub import HfApi
+                revision = HfApi().dataset_info(source).sha
+            except Exception:
+                pass  # opening it says why
+        versions = {name: metadata.version(name) for name in ("tiktoken", "datasets", "numpy")}
+        meta = {key: settings[key] for key in ("source", "source_config", "split", "tokenizer")} | {
+            "revision": revision, "vocab_size": encoding.max_token_value + 1, "eot": encoding.eot_token,
+            "sha256": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths},
+            "versions": versions | {"python": platform.python_version()},
+            "settings": settings, "shards": [], "resume": {"place": None, "skip": 0}}
+    stream = open_source(source, files, source_config, split, text_key, meta["revision"], node, nodes)
 
-    def write(tokens):
-        kind = "train" if shards else "val"
-        path = os.path.join(folder, f"{name}_{kind}_{len(shards):06}.bin")
-        header = np.zeros(256, "<i4")
-        header[:3] = MAGIC, 1, len(tokens)
-        data = header.tobytes() + tokens.tobytes()
-        write_file(path, data)
-        shards.append({"file": os.path.basename(path), "tokens": len(tokens),
-                       "sha256": hashlib.sha256(data).hexdigest()})
-
-    with ThreadPoolExecutor(threads) as pool:
-        groups = read_groups(stream, text_key, stream.state_dict())
-        for _, tokens in in_order(pool, encoding, groups, threads):
-            if max_tokens:
-                tokens = tokens[:max_tokens - total]
-            total += len(tokens)
-            while len(tokens):
-                if filled == capacity:
-                    write(buffer[:filled])
+    from tqdm import tqdm
+    started, before = time.time(), dict(meta, tokens=0, bytes=0) | meta
+    skip = meta["resume"]["skip"]  # tokens of the first group that are in shards
+    seen = sum(shard["tokens"] for shard in meta["shards"]) - skip  # tokens before the current group
+    limit = max_tokens // nodes + (node < max_tokens % nodes) if max_tokens else sys.maxsize
+    capacity = shard_size if node or meta["shards"] else val_tokens
+    buffer, filled = np.empty(max(capacity, shard_size), "<u2"), 0
+    bar = tqdm(unit="B", unit_scale=True, disable=None)  # none where stderr is no terminal
+    try:
+        groups = read_groups(stream, text_key, meta["resume"]["place"])
+        for place, texts, tokens in in_order(groups, encoding, num_proc or os.cpu_count()):
+            tokens = tokens[:limit - seen]
+            used = min(skip, len(tokens))
+            skip -= used
+            while used < len(tokens):
+                if filled == capacity:  # and there is more, so it isn't the last
+                    write_shard(folder, meta, buffer[:filled], lengths, {"place": place, "skip": used})
                     filled, capacity = 0, shard_size
-                take = min(len(tokens), capacity - filled)
-                buffer[filled:filled + take] = tokens[:take]
-                filled, tokens = filled + take, tokens[take:]
-            if total == max_tokens > 0:
+                n = min(capacity - filled, len(tokens) - used)
+                buffer[filled:filled + n] = tokens[used:used + n]
+                filled, used = filled + n, used + n
+            seen += len(tokens)
+            bar.update(sum(map(len, texts)))
+            bar.set_postfix_str(f"{seen:,} tokens", refresh=False)
+            if seen == limit:
                 break
-    rest = buffer[:filled]
-    if total < 2:
-        fail(f"{source}: {total} tokens; val and train need 2 at least")
-    if not shards:
-        write(rest[:max(1, total // 10)])
-        rest = rest[max(1, total // 10):]
-    for start in range(0, len(rest), shard_size):
-        write(rest[start:start + shard_size])
-    save_tokenizer(encoding, folder)
-    meta = {"source": source, "tokenizer": tokenizer, "vocab_size": encoding.max_token_value + 1,
-            "eot": encoding.eot_token, "tokens": total, "shards": shards,
-            "versions": {"python": platform.python_version()}}
-    write_file(os.path.join(folder, "meta.json"), json.dumps(meta, indent=1).encode("utf-8"))
-    print(f"{folder}: {total:,} tokens in {len(shards)} shards, {time.time() - started:.0f} s")
-
+        # val would swallow a source as small as this, which is still all in the buffer: a tenth will do
+        rest, tenth = buffer[:filled], max(1, filled // 10)
+        if node == 0 and not meta["shards"]:
+            if filled < 2:
+                fail(f"{source} has {filled} tokens; val and train need 2 at least, thousands to be of use")
+            write_shard(folder, meta, rest[:tenth], lengths, {"place": None, "skip": tenth})
+            rest = rest[tenth:]
+        while len(rest):
+            part, rest = rest[:shard_size], rest[shard_size:]
+            write_shard(folder, meta, part, lengths,
+                        {"place": None, "skip": seen - len(rest)} if len(rest) else None)
+        meta["resume"] = None
+        write_meta(folder, meta)
+    except ValueError as error:
+        fail(f"{source}: {error}")
+    except OSError as error:
+        fail(f"{folder}: {error.strerror}; make room, and the same command goes on from its last shard")
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on from the last finished shard", file=sys.stderr)
+        sys.exit(130)
+    seconds = time.time() - started
+    print(f"{folder}: {meta['documents']:,} documents, {meta['tokens']:,} tokens in "
+          f"{len(meta['shards'])} shards, {seconds:.1f} s, "
+          f"{(meta['bytes'] - before['bytes']) / 1e6 / seconds:.1f} MB/s; "
+          "that the last shard is short is normal")
 
 if __name__ == "__main__":
     main()
