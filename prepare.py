@@ -8,6 +8,7 @@ Text to uint16 token shards, the format of llm.c and modded-nanogpt, which train
 The same command goes on where a killed one stopped. Started on each node by torchrun or srun (or with
 --rank and --world_size), the nodes share the source; train.py wants all their shards in one folder.
 """
+import contextlib
 import glob
 import hashlib
 import itertools
@@ -16,7 +17,9 @@ import os
 import platform
 import random
 import re
+import shutil
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -95,6 +98,56 @@ def read_tokens(shard, start, count):
     """Tokens [start, start + count). Read, not mapped: the pages of a map would count as our memory."""
     return np.fromfile(shard.path, "<u2", count, offset=shard.offset + 2 * start)
 
+def mix(*keys):
+    """63 bits that look random and follow from keys."""
+    digest = hashlib.blake2b(repr(keys).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+def permute(i, n, key):
+    """Where a permutation of range(n) that key picks puts i: no table of n, so no limit on n."""
+    half = 1 << (n.bit_length() + 1) // 2
+    while True:  # a Feistel network permutes range(half * half); walk on until inside n
+        left, right = divmod(i, half)
+        for turn in range(4):
+            left, right = right, left ^ mix(key, turn, right) % half
+        i = left * half + right
+        if i < n:
+            return i
+
+class Windows:
+    """A split in windows of block_size + 1 tokens, neighbours sharing one: each is a target once."""
+
+    def __init__(self, folder, split, block_size, vocab_size):
+        self.shards, self.vocab_size = find_shards(folder, split), vocab_size
+        self.block_size = block_size
+        self.ends = np.cumsum([(shard.tokens - 1) // block_size for shard in self.shards])
+        if not len(self):
+            fail(f"{folder}: its longest {split} shard has {max(s.tokens for s in self.shards)} tokens, "
+                 f"block_size={block_size} needs {block_size + 1}: lower it, or prepare more text")
+        short = [os.path.basename(s.path) for s in self.shards if s.tokens <= block_size]
+        if short:
+            print(f"shorter than a window and passed over: {' '.join(short)}")
+
+    def __len__(self):
+        return int(self.ends[-1])
+
+    def read(self, indices):
+        """Windows by number -> (B, block_size + 1) int64; an id past the vocabulary ends in fail()."""
+        tokens = np.empty((len(indices), self.block_size + 1), np.int64)
+        for row, i in zip(tokens, indices, strict=True):
+            n = int(np.searchsorted(self.ends, i, side="right"))
+            before = int(self.ends[n - 1]) if n else 0
+            row[:] = read_tokens(self.shards[n], (i - before) * self.block_size, len(row))
+            if row.max() >= self.vocab_size:  # inside a GPU it would be an assert without a name
+                fail(f"{self.shards[n].path}: token id {row.max()}, and the vocabulary has "
+                     f"{self.vocab_size}; prepare it anew with the model's tokenizer")
+        return tokens
+
+    def sample(self, first, count, seed):
+        """read() windows first, first + 1 ... of an endless stream of epochs, each shuffled anew."""
+        n = len(self)
+        return self.read([permute(i % n, n, mix(seed, i // n)) for i in range(first, first + count)])
+
 def vocabulary(folder):
     """(vocab_size, eot) by the folder's vocab.json; GPT-2's where there is none."""
     path = Path(folder, "vocab.json")
@@ -113,10 +166,33 @@ def write_file(path, *parts):
     except OSError:
         Path(aside).unlink(missing_ok=True)  # a full disk needs the room
         raise
+    sync(os.path.dirname(path) or ".")
+
+def sync(path):
+    """Wait until a file or folder is on the disk."""
     if os.name == "posix":  # Windows can't open a folder, and needn't
-        folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+@contextlib.contextmanager
+def write_folder(path):
+    """A folder to fill, which is synced and renamed to path at the end; fails with path untouched."""
+    parent, name = os.path.split(path)
+    for left in glob.glob(glob.escape(parent) + "/tmp-*"):
+        shutil.rmtree(left)  # by a kill
+    aside = os.path.join(parent, f"tmp-{name}")
+    try:
+        os.makedirs(aside)
+        yield aside
+        for file in [*os.listdir(aside), ""]:
+            sync(os.path.join(aside, file))
+        os.rename(aside, path)
+        sync(parent)
+    except Exception as error:  # a full disk is OSError, RuntimeError or SafetensorError
+        shutil.rmtree(aside, ignore_errors=True)
+        fail(f"{path} can't be written: {error}; what was there before is untouched, so make room and "
+             "go on with --init_from=resume")
 
 def lock(folder, name=".lock"):
     """Make the folder and hold it; the system lets go when the process ends, however it ends."""
@@ -211,6 +287,38 @@ def save_tokenizer(encoding, folder):
               "bos_token": EOT, "eos_token": EOT, "unk_token": EOT}
     for name, text in zip(TOKENIZER_FILES, (json.dumps(dict(vocab)), merges, json.dumps(config))):
         write_file(os.path.join(folder, name), text.encode("utf-8"))
+
+def tokenizer_files(folder):
+    """{name: bytes} of a dataset's tokenizer; where it has none GPT-2's, if that can be had."""
+    if not os.path.exists(os.path.join(folder, "vocab.json")):
+        try:
+            import tiktoken
+            encoding = tiktoken.get_encoding("gpt2")
+        except Exception:
+            return {}
+        with tempfile.TemporaryDirectory() as folder:
+            save_tokenizer(encoding, folder)
+            return tokenizer_files(folder)
+    return {name: Path(folder, name).read_bytes() for name in TOKENIZER_FILES}
+
+def checkpoints_in(out_dir):
+    """The steps of the checkpoints in out_dir, in order."""
+    names = os.listdir(out_dir) if os.path.isdir(out_dir) else []
+    return sorted(int(name[11:]) for name in names if re.fullmatch(r"checkpoint-\d+", name))
+
+def find_checkpoint(out_dir, checkpoint="latest"):
+    """The directory of out_dir's "latest" or "best", or of a checkpoint by path or hub id."""
+    if checkpoint not in ("latest", "best"):
+        return fetch(checkpoint, ["*.json", "merges.txt", "model.safetensors"])
+    steps = checkpoints_in(out_dir)
+    if not steps:
+        fail(f"no checkpoint in {out_dir}; train first: python train.py --out_dir={out_dir}")
+    newest = os.path.join(out_dir, f"checkpoint-{steps[-1]}")
+    if checkpoint == "latest":
+        return newest
+    import torch  # the newest one knows which is the best
+    state = torch.load(os.path.join(newest, "trainer_state.pt"), weights_only=True, mmap=True)
+    return os.path.join(out_dir, f"checkpoint-{max(state['best']['step'], 0)}")
 
 # --- Sources ----------------------------------------------------------------------------------------
 

@@ -1,0 +1,453 @@
+"""
+GPT-2: the model and its training loop.
+
+    python train.py config/quickstart.py                                          two CPU cores
+    torchrun --standalone --nproc_per_node=8 train.py config/fineweb_small.py     eight GPUs
+"""
+import atexit
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from dataclasses import make_dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint as recompute
+
+from config import configure, fail
+from prepare import (Windows, checkpoints_in, dataset_dir, find_checkpoint, load_tokenizer, lock,
+                     mix, tokenizer_files, vocabulary, write_file, write_folder)
+
+# data and output
+dataset = "fineweb_small"  # folder of shards: data/<dataset>, or a path
+out_dir = "out/fineweb_small"  # checkpoints and log.jsonl go here
+init_from = "scratch"  # scratch, resume, auto (resume if there is one), a checkpoint or hub id
+# model
+n_layer = 12  # blocks
+n_head = 12  # attention heads
+n_embd = 768  # width
+block_size = 1024  # context, in tokens
+dropout = 0.0  # probability; 0 is right for one pass over the data
+# batch
+total_batch_size = 524288  # tokens an optimizer step, over all processes (2**19)
+batch_size = 16  # sequences a forward pass, a process; accumulation steps are derived
+# optimizer
+max_iters = 19073  # optimizer steps: 10B tokens at 2**19 each
+learning_rate = 6e-4  # the peak, after warm-up
+min_lr = 6e-5  # where the cosine ends, at max_iters
+warmup_iters = 700  # steps of linear warm-up
+optimizer = "adamw"  # adamw, or muon for the blocks' matrices and adamw for the rest
+weight_decay = 0.1  # on tensors of two or more dimensions
+beta1 = 0.9  # AdamW
+beta2 = 0.95  # AdamW
+grad_clip = 1.0  # largest gradient norm; 0 does not clip
+# watching; 0 switches an interval off
+eval_interval = 250  # steps between evaluations on val
+eval_tokens = 10485760  # tokens of val, always the same ones
+hellaswag_interval = 0  # steps between HellaSwag evaluations
+hellaswag_data = "Rowan/hellaswag"  # Hugging Face id or a .jsonl path
+log_interval = 10  # steps between rows of log.jsonl
+save_interval = 1000  # steps between checkpoints
+keep_checkpoints = 2  # the newest ones kept, beside the best
+patience = 0  # evaluations without a better val loss before stopping; 0 never stops
+tracker = ""  # wandb or trackio
+# system
+seed = 1337  # initial weights, data order and dropout follow from it
+device = "auto"  # auto, cpu, cuda, cuda:1, mps
+dtype = "auto"  # auto, bfloat16, float16, float32
+compile = True  # torch.compile: slow to start, then about twice as fast
+gradient_checkpointing = False  # recompute activations in backward: less memory, a third slower
+
+# --- The model: B batch, T time, C width, H heads, D = C / H, S cache slots, V vocabulary ---------
+
+GPTConfig = make_dataclass("GPTConfig", ["block_size", "vocab_size", "n_layer", "n_head", "n_embd",
+                                         "dropout", "gradient_checkpointing"])
+
+class Block(nn.Module):
+    """Attention, then an MLP: each reads the residual stream through a LayerNorm and adds to it."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config, C = config, config.n_embd
+        self.ln_1, self.ln_2 = nn.LayerNorm(C), nn.LayerNorm(C)
+        self.attn = nn.ModuleDict(dict(c_attn=nn.Linear(C, 3 * C), c_proj=nn.Linear(C, C)))
+        self.mlp = nn.ModuleDict(dict(c_fc=nn.Linear(C, 4 * C), c_proj=nn.Linear(4 * C, C)))
+
+    def forward(self, x, mask, cache):
+        B, T, C = x.shape
+        dropout = self.config.dropout if self.training else 0.0
+        qkv = self.attn.c_attn(self.ln_1(x)).view(B, T, 3, self.config.n_head, -1)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
+        if cache is not None:
+            keys, values, slots = cache  # (B, H, S, D) twice; the slots of these T tokens
+            k = keys.index_copy_(2, slots, k)[:, :, :mask.size(-1)]
+            v = values.index_copy_(2, slots, v)[:, :, :mask.size(-1)]
+        # is_causal masks from the top left, wrong for one new token: a cache comes with its mask
+        y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None)
+        x = x + F.dropout(self.attn.c_proj(y.transpose(1, 2).reshape(B, T, C)), dropout)
+        y = F.gelu(self.mlp.c_fc(self.ln_2(x)), approximate="tanh")  # (B, T, 4C)
+        return x + F.dropout(self.mlp.c_proj(y), dropout)
+
+class GPT(nn.Module):
+    """GPT-2 in Hugging Face's parameter names; the output matrix is the token embedding."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.transformer = nn.ModuleDict(dict(
+            wte=nn.Embedding(128 * math.ceil(config.vocab_size / 128), config.n_embd),  # padded
+            wpe=nn.Embedding(config.block_size, config.n_embd),
+            h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
+            ln_f=nn.LayerNorm(config.n_embd)))
+        for name, p in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(p)
+            elif p.dim() == 2:  # the 2 n_layer c_proj add up in the residual stream
+                share = 2 * config.n_layer if name.endswith("c_proj.weight") else 1
+                nn.init.normal_(p, std=0.02 / math.sqrt(share))
+        self.transformer.wte.weight.data[config.vocab_size:] = 0  # get no gradient, so stay 0
+
+    def hidden(self, idx, pos=None, mask=None, cache=None):
+        """
+        Token ids (B, T) -> (B, T, C), what the output matrix is applied to. pos: (T,) or (B, T),
+        else 0..T-1. mask: bool (B, 1, T, S), True where a token may look, else causal. cache:
+        (keys, values, slots), (n_layer, B, H, S, D) twice and (T,): this call's keys and values go
+        to slots, and it looks at the first mask.size(-1) slots.
+        """
+        pos = torch.arange(idx.size(1), device=idx.device) if pos is None else pos
+        x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
+        x = F.dropout(x, self.config.dropout, self.training)
+        for i, block in enumerate(self.transformer.h):
+            args = x, mask, cache and (cache[0][i], cache[1][i], cache[2])
+            again = self.config.gradient_checkpointing and self.training
+            x = recompute(block, *args, use_reentrant=False) if again else block(*args)
+        return self.transformer.ln_f(x)
+
+    def logits(self, x):
+        """(..., C) -> (..., V) over the true vocabulary: the padded rows are cut."""
+        return F.linear(x, self.transformer.wte.weight)[..., :self.config.vocab_size]
+
+    def forward(self, idx, targets):
+        """idx and targets (B, T) -> mean cross-entropy, in nats a token."""
+        logits = self.logits(self.hidden(idx))
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+# --- Checkpoints: Hugging Face model directories, plus trainer_state.pt for resuming -------------
+
+TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # (in, out) in Hugging Face's files
+
+def load_model(directory, block_size=0):
+    """A GPT (float32, CPU, eval mode) from any GPT2LMHeadModel directory, cropped to block_size."""
+    try:
+        with open(os.path.join(directory, "config.json"), encoding="utf-8") as f:
+            hf = json.load(f)
+        plain = dict(model_type="gpt2", activation_function="gelu_new", layer_norm_epsilon=1e-5,
+                     scale_attn_by_inverse_layer_idx=False)
+        if plain != plain | {key: hf[key] for key in plain if key in hf}:
+            raise ValueError(f"config.json is not a plain GPT-2's, which has {plain}")
+        T = min(hf["n_positions"], block_size or hf["n_positions"])
+        shape = hf["vocab_size"], hf["n_layer"], hf["n_head"], hf["n_embd"]
+        with torch.device("meta"):
+            model = GPT(GPTConfig(T, *shape, dropout=0.0, gradient_checkpointing=False))
+        found, tensors = load_file(os.path.join(directory, "model.safetensors")), {}
+        prefix = re.compile(r"^((_orig_mod|module|transformer)\.)*")  # wrappers add, the hub omits
+        found = {prefix.sub("transformer.", name): t.float() for name, t in found.items()}
+        for name, p in model.state_dict().items():
+            t = found[name].t() if name.endswith(TRANSPOSED) else found[name][:len(p)]
+            tensors[name] = F.pad(t, (0, 0, 0, -len(t) % 128)) if "wte" in name else t.contiguous()
+        model.load_state_dict(tensors, assign=True)
+    except Exception as error:
+        fail(f"{directory}: no GPT-2 that can be loaded: {type(error).__name__} {error}")
+    return model.requires_grad_().eval()
+
+def save_checkpoint(directory, model, tokenizer, eot, **state):
+    """Write model, tokenizer ({name: bytes}) and state; a kill leaves all of it or nothing."""
+    c, tensors = model.config, {}
+    for name, p in model.state_dict().items():
+        p = p[:c.vocab_size] if "wte" in name else p.t() if name.endswith(TRANSPOSED) else p
+        tensors[name] = p.float().cpu().contiguous()
+    if not all(t.isfinite().all() for t in tensors.values()):
+        fail(f"{directory}: a weight is not finite, so it isn't written; older ones are kept")
+    ends = dict(bos_token_id=eot, eos_token_id=eot)
+    hf = dict(model_type="gpt2", architectures=["GPT2LMHeadModel"], vocab_size=c.vocab_size,
+              n_positions=c.block_size, n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd, **ends)
+    files = tokenizer | {"config.json": json.dumps(hf, indent=2).encode(),
+                         "generation_config.json": json.dumps(ends, indent=2).encode()}
+    with write_folder(directory) as aside:
+        save_file(tensors, f"{aside}/model.safetensors", metadata={"format": "pt"})
+        torch.save(state, f"{aside}/trainer_state.pt")
+        for name, data in files.items():
+            write_file(f"{aside}/{name}", data)
+
+# --- Optimization and hardware --------------------------------------------------------------------
+
+def to_device(tokens, device):
+    """Windows (B, T + 1) -> inputs and targets, (B, T) each, on the device."""
+    tokens = torch.from_numpy(tokens)
+    if "cuda" in device:  # pinned, it is copied without a wait
+        tokens = tokens.pin_memory().to(device, non_blocking=True)
+    return tokens.to(device)[:, :-1], tokens.to(device)[:, 1:]
+
+def make_optimizers(model, name, weight_decay, betas):
+    """[AdamW], decaying tensors of two or more dimensions; "muon" takes the blocks' matrices."""
+    params = dict(model.named_parameters())
+    muon = [n for n, p in params.items() if name == "muon" and ".h." in n and p.dim() > 1]
+    decay = [p for n, p in params.items() if n not in muon and p.dim() > 1]
+    groups = [dict(params=decay, weight_decay=weight_decay),
+              dict(params=[p for p in params.values() if p.dim() < 2], weight_decay=0.0)]
+    optimizers = [torch.optim.AdamW(groups, betas=betas, fused=True)]
+    if muon:  # scaled to AdamW's step size, so that one learning rate serves both
+        optimizers += [torch.optim.Muon([params[n] for n in muon], weight_decay=weight_decay,
+                                        adjust_lr_fn="match_rms_adamw")]
+    return optimizers
+
+def get_lr(it, learning_rate, min_lr, warmup_iters, max_iters):
+    """Learning rate of update it = 0, 1 ...: a linear warm-up from above 0, a cosine to min_lr."""
+    if it < warmup_iters:
+        return learning_rate * (it + 1) / (warmup_iters + 1)
+    done = min(1.0, (it - warmup_iters) / max(1, max_iters - warmup_iters))
+    return min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (learning_rate - min_lr)
+
+def pick_device(device):
+    """A device that is there; "auto" takes cuda, else mps, else cpu."""
+    try:
+        if device != "auto":
+            return str(torch.zeros(1, device=device).device)
+    except Exception as error:
+        fail(f"device={device}: {str(error).splitlines()[0]}; --device=auto takes what is there")
+    cpu = "mps" if torch.backends.mps.is_available() else "cpu"
+    return "cuda" if torch.cuda.is_available() else cpu
+
+def pick_dtype(dtype, device):
+    """The compute dtype's name; "auto" takes bfloat16 where the hardware has it, not emulated."""
+    cuda = device.startswith("cuda")
+    bf16 = (torch.cuda.is_bf16_supported(including_emulation=False) if cuda
+            else device == "cpu" and torch.cpu._is_avx512_bf16_supported())
+    best = "bfloat16" if bf16 else "float16" if cuda else "float32"
+    known = ("auto", "float32", "float16", "bfloat16" if bf16 or not cuda else best)
+    if dtype not in known:
+        fail(f"dtype={dtype}: {device} takes {', '.join(known)}")
+    return best if dtype == "auto" else dtype
+
+# FLOP/s, dense, 16 bits, by the makers' data sheets
+PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12,
+              "L40S": 362e12, "L4": 121e12, "A10G?": 125e12, "RTX 4090": 165e12, "T4": 65e12}
+
+# --- The run --------------------------------------------------------------------------------------
+
+def main():
+    settings = configure(globals())
+    sizes = ("n_layer", "n_head", "n_embd", "block_size", "total_batch_size", "batch_size")
+    for key, value in settings.items():
+        if isinstance(value, (int, float)) and value < (key in sizes):
+            fail(f"{key}={value}: has to be {int(key in sizes)} or more")
+    if n_embd % n_head or max(dropout, beta1, beta2) >= 1 or optimizer not in ("adamw", "muon"):
+        fail(f"{n_embd=} over {n_head=}, {dropout=}, {beta1=}, {beta2=} or {optimizer=} can't be")
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    place = pick_device(device)
+    if place == "cuda":
+        place = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        torch.cuda.set_device(place)
+    compute, kind = pick_dtype(dtype, place), place.partition(":")[0]
+    context = torch.autocast(kind, getattr(torch, compute), enabled=compute != "float32")
+    torch.set_float32_matmul_precision("high")  # TF32; "medium" would mean bf16 on a CPU
+    if rank == 0:
+        lock(out_dir)  # makes it, and keeps a second run out
+    if world_size > 1:  # gloo beside nccl: ranks agree on flags without waiting for the device
+        dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
+        atexit.register(dist.destroy_process_group)
+    reduce = dist.all_reduce if world_size > 1 else lambda *_, **__: None
+    sys.stdout = sys.stdout if rank == 0 else open(os.devnull, "w", encoding="utf-8")
+    if not os.path.isdir(out_dir):
+        fail(f"out_dir={out_dir}: not seen by rank {rank}; all machines have to share its disk")
+
+    # start from new weights, from somebody's, or from this run's newest checkpoint
+    steps = checkpoints_in(out_dir)
+    resume = init_from == "resume" or init_from == "auto" and bool(steps)
+    if steps and not resume:
+        fail(f"{out_dir} holds a run: go on by --init_from=resume, or choose another --out_dir")
+    folder = dataset_dir(dataset)
+    vocab_size, eot = vocabulary(folder)
+    torch.manual_seed(seed)
+    if resume or init_from not in ("scratch", "auto"):
+        source = find_checkpoint(out_dir, "latest" if resume else init_from)
+        model = load_model(source, block_size)
+        print(f"from {source}: {model.config}")
+    else:
+        model = GPT(GPTConfig(block_size, vocab_size, n_layer, n_head, n_embd, dropout, False))
+    c = model.config
+    c.dropout, c.gradient_checkpointing = dropout, gradient_checkpointing
+    if c.vocab_size != vocab_size:
+        fail(f"{folder} has {vocab_size} token ids, the model {c.vocab_size}; prepare it anew")
+    train_data, val_data = (Windows(folder, s, c.block_size, vocab_size) for s in ("train", "val"))
+    shards = [[os.path.basename(s.path), s.tokens] for s in train_data.shards + val_data.shards]
+    optimizers = make_optimizers(model.to(place), optimizer, weight_decay, (beta1, beta2))
+    scaler = torch.amp.GradScaler(kind, enabled=compute == "float16")
+    step, best = 0, dict(val_loss=math.inf, step=-1, stale=0)  # stale: evaluations since the best
+    if resume:
+        saved = torch.load(f"{source}/trainer_state.pt", "cpu", weights_only=True, mmap=True)
+        now, then = dict(settings, shards=shards), dict(saved["settings"], shards=saved["shards"])
+        for key in ("seed", "block_size", "total_batch_size", "n_layer", "n_head", "n_embd",
+                    "optimizer", "dataset", "shards"):
+            if now[key] != then[key]:
+                fail(f"{key}={now[key]} was {then[key]}: put it back, or choose another --out_dir")
+        step, best = saved["step"], saved["best"]
+        scaler.load_state_dict(saved["scaler"])
+        for one, state in zip(optimizers, saved["optimizers"], strict=True):
+            one.load_state_dict(one.state_dict() | {"state": state})  # hyperparameters are today's
+
+    # a step is micro-batches x processes x sequences x tokens
+    B, sequences = batch_size, total_batch_size // c.block_size  # B is halved when memory runs out
+    unit = B * world_size * c.block_size
+    if total_batch_size % unit:
+        fail(f"total_batch_size={total_batch_size} isn't a multiple of batch_size {B} x block_size "
+             f"{c.block_size} x {world_size} processes = {unit}; the nearest that is: "
+             f"--total_batch_size={max(1, round(total_batch_size / unit)) * unit}")
+    n_params = sum(p.numel() for p in model.parameters()) - -vocab_size % 128 * c.n_embd  # unpadded
+    print(f"{n_params:,} parameters on {place} in {compute}\n{total_batch_size:,} tokens a step = "
+          f"{total_batch_size // unit} micro-batches x {world_size} processes x {B} sequences x "
+          f"{c.block_size} tokens; an epoch is {len(train_data) / sequences:,.1f} steps")
+    gpu = torch.cuda.get_device_name(place) if kind == "cuda" else ""
+    peak = next((x for name, x in PEAK_FLOPS.items() if re.search(rf"\b{name}\b", gpu)), 0)
+    # a token costs 6 FLOPs a weight it meets, and attention's two T x T products
+    flops = 6 * (n_params - c.block_size * c.n_embd) + 12 * c.n_layer * c.n_embd * c.block_size
+    engine = torch.compile(model, dynamic=False) if compile else model
+    engine = DistributedDataParallel(engine) if world_size > 1 else engine
+    if hellaswag_interval:
+        import hellaswag
+        examples = hellaswag.load(hellaswag_data, load_tokenizer(folder), c.block_size)
+    tracking = __import__(tracker) if tracker and rank == 0 else None
+    if tracking:
+        tracking.init(project="finegpt", name=os.path.basename(out_dir), config=settings)
+    log_path = os.path.join(out_dir, "log.jsonl") if rank == 0 else os.devnull
+    if os.path.exists(log_path):  # rows past the checkpoint will come again
+        with open(log_path, encoding="utf-8") as f:
+            rows = [row for row in f if row.endswith("\n") and json.loads(row)["step"] <= step]
+        write_file(log_path, "".join(rows).encode())
+    log_file = open(log_path, "a", encoding="utf-8")
+
+    def report(**row):  # an aligned line for the eye, a row for the machine
+        shown = (f"{k} {v:<9,.0f}" if v >= 1000 else f"{k} {v:<9.4g}" for k, v in row.items())
+        print(f"step {step:>{len(str(max_iters))}}/{max_iters} {left:>9} left ", *shown, flush=True)
+        log_file.write(json.dumps(dict(step=step) | row) + "\n")
+        log_file.flush()
+        if tracking:
+            tracking.log(row, step=step)
+
+    asked = []  # the signals that asked to stop
+    def ask(signum, frame):
+        if asked and world_size == 1:  # torchrun repeats a Ctrl-C that the terminal sent already
+            os._exit(128 + signum)
+        asked.append(signum)
+    signal.signal(signal.SIGINT, ask)
+    signal.signal(signal.SIGTERM, ask)
+    mean, works, left, clock, clock_step = None, not compile, "?", time.perf_counter(), step
+    bad = torch.zeros((), dtype=torch.int64, device=place)  # the first step gone wrong
+    while True:
+        # look: report, evaluate and save what is due at this step
+        stop = torch.tensor(max(asked, default=0))
+        reduce(stop, op=dist.ReduceOp.MAX)  # all leave at the same step
+        last = step >= max_iters or patience and best["stale"] >= patience
+        fresh = mean is not None or not resume  # else all was done before the checkpoint
+        every = {key: settings[f"{key}_interval"] for key in ("log", "eval", "hellaswag", "save")}
+        due = {key for key, n in every.items() if fresh and n and (step % n == 0 or last)}
+        due |= {"log"} if step == 1 and log_interval else set()
+        if (due or stop) and bad.item():  # read only now: a look at each step would stall the GPU
+            fail(f"step {bad.item()}: the loss or the gradient norm is not finite; the checkpoints "
+                 "are from before: go on with --init_from=resume and a lower --learning_rate")
+        if "log" in due and mean is not None:
+            row = dict(loss=mean.item(), lr=lr, grad_norm=norm.item())  # waits for the device
+            seconds = (time.perf_counter() - clock) / (step - clock_step)
+            row |= dict(tokens=step * total_batch_size, ms=1000 * seconds,
+                        tok_per_sec=total_batch_size / seconds)
+            if peak:
+                row["mfu"] = flops * row["tok_per_sec"] / peak / world_size
+            left = f"{(max_iters - step) * seconds / 60:.1f} min"
+            report(**row)
+        model.eval()
+        if "eval" in due:
+            count, total = min(len(val_data), max(1, eval_tokens // c.block_size)), torch.zeros(1)
+            for first in range(rank * batch_size, count, batch_size * world_size):
+                x, y = to_device(val_data.read(range(first, min(first + batch_size, count))), place)
+                with context, torch.no_grad():
+                    total += len(x) * model(x, y).item()
+            reduce(total)
+            best["stale"] += 1
+            if total.item() / count < best["val_loss"]:
+                best = dict(val_loss=total.item() / count, step=step, stale=0)
+            report(val_loss=total.item() / count)
+            last = last or patience and best["stale"] >= patience
+        if "hellaswag" in due:
+            with context:
+                acc = hellaswag.accuracy(model, examples, rank, world_size)
+            report(hellaswag_acc=acc["acc"], hellaswag_acc_norm=acc["acc_norm"])
+        model.train()
+        if rank == 0 and fresh and (last or stop or "save" in due or best["step"] == step):
+            save_checkpoint(f"{out_dir}/checkpoint-{step}", model, tokenizer_files(folder), eot,
+                            step=step, best=best, settings=settings, shards=shards,
+                            scaler=scaler.state_dict(),
+                            optimizers=[one.state_dict()["state"] for one in optimizers])
+            for old in set(checkpoints_in(out_dir)[:-max(1, keep_checkpoints)]) - {best["step"]}:
+                shutil.rmtree(f"{out_dir}/checkpoint-{old}")
+        if last or stop:
+            break
+        if due:
+            clock, clock_step = time.perf_counter(), step
+
+        # learn: one optimizer step from the mean of its micro-batches
+        mean = None
+        while mean is None:  # once; again, whole, if memory runs out or the compiler fails
+            model.zero_grad()
+            torch.manual_seed(mix(seed, step, rank))  # dropout follows from the step as well
+            micro_steps, total = sequences // (B * world_size), 0.0
+            try:
+                for micro in range(micro_steps):
+                    first = step * sequences + (micro * world_size + rank) * B
+                    x, y = to_device(train_data.sample(first, B, seed), place)
+                    if world_size > 1:  # set before forward, which reads it too
+                        engine.require_backward_grad_sync = micro == micro_steps - 1
+                    with context:
+                        loss = engine(x, y) / micro_steps
+                    scaler.scale(loss).backward()
+                    total += loss.detach()
+                mean, works = total, True
+            except torch.OutOfMemoryError:
+                if B == 1 or world_size > 1:
+                    fail("out of memory: lower --batch_size, or add --gradient_checkpointing=True")
+                B = next(b for b in range(B // 2, 0, -1) if sequences % b == 0)
+                print(f"out of memory: going on with batch_size={B}, as many tokens a step")
+            except Exception as error:
+                if works:
+                    raise
+                print(f"torch.compile failed, going on without: {str(error).splitlines()[0]}")
+                works, engine = True, model
+        reduce(mean)
+        mean /= world_size
+        lr = get_lr(step, learning_rate, min_lr, warmup_iters, max_iters)
+        for one in optimizers:
+            scaler.unscale_(one)
+            for group in one.param_groups:
+                group["lr"] = lr
+        norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
+        half = compute == "float16"  # where an overflow skips the step, for all optimizers
+        if not half or norm.isfinite():
+            for one in optimizers:
+                one.step()
+        scaler.update()
+        step += 1
+        bad = torch.where((bad > 0) | mean.isfinite() & (norm.isfinite() | half), bad, step)
+    if stop:
+        print(f"stopped at step {step}; to go on: python {' '.join(sys.argv)} --init_from=resume")
+        sys.exit(128 + int(stop))
+
+if __name__ == "__main__":
+    main()
