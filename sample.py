@@ -61,24 +61,6 @@ def cast(model, device, dtype):
     return model.to(device)
 
 
-def compiled(function):
-    """function, compiled when it is first called; as it is, after a warning, where that fails."""
-    fast = torch.compile(function, dynamic=False)
-
-    def call(*args):
-        nonlocal fast
-        try:
-            return fast(*args)
-        except Exception as error:  # no C++ compiler or no Triton shows here, not above
-            if fast is function:
-                raise
-            reason = str(error).strip().split("\n")[0]
-            print(f"can't compile, so --compile=False from here: {reason}", file=sys.stderr)
-            fast = function
-            return function(*args)
-    return call
-
-
 def choose(logits, draw, temperature=1.0, top_k=0, top_p=1.0):
     """
     A token a row: logits (B, V), draw (B,) in [0, 1) -> (B,) int64.
@@ -111,37 +93,35 @@ def choose(logits, draw, temperature=1.0, top_k=0, top_p=1.0):
 @torch.no_grad()
 def generate(model, prompts, seeds, max_new_tokens, vocab_size=None, compile=False, **choice):
     """
-    Continue prompts, B lists of 1 to block_size ids: yields (B,) int64 on the device, token by token.
+    Continue prompts, B lists of 1 to block_size ids: yields (B,) int64 on the device a token.
 
     A row depends on its prompt and seed alone, and goes on to the end; the caller cuts it at
-    <|endoftext|>. A row that fills the block_size tokens of its window goes on from their newer
-    half. Ids from vocab_size on are never chosen. choice: temperature, top_k, top_p. Nothing here
-    waits for the device.
+    <|endoftext|>. A row that has filled its window of block_size tokens goes on from the newer half
+    of them. Ids from vocab_size on are never chosen. choice: temperature, top_k, top_p.
 
-    The rows are aligned at their ends: "time" counts columns. The cache is a ring, in which the key
-    and value of time t lie in slot t % S.
+    Nothing here waits for the device. The rows are aligned at their ends, and "time" counts their
+    columns. The cache is a ring: the key and the value of time t lie in slot t % slots.
     """
     config, weight = model.config, model.transformer.h[0].attn.c_attn.weight
     device, dtype, B = weight.device, weight.dtype, len(prompts)
     longest = max(map(len, prompts))
     slots = 64 * math.ceil(min(config.block_size, longest + max_new_tokens) / 64)
-    step = compiled(model.hidden) if compile else model.hidden
 
     def empty(B):
         shape = B, config.n_head, slots, config.n_embd // config.n_head
         return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(2 * config.n_layer)]
 
-    def read(hidden, idx, begin, now, cache):
-        """idx (B, T), the tokens before time now -> logits (B, V) after the last; fills the cache."""
+    def read(hidden, idx, starts, now, cache):
+        """idx (B, T), the tokens before time now -> logits (B, V) after the last; adds to cache."""
         time = torch.arange(now - idx.size(1), now, device=device)
-        # attention over the filled part of the ring only, but compiled code wants a fixed shape
+        # look at the filled part of the ring only; but compiled code wants shapes that don't change
         S = slots if compile else min(slots, 64 * math.ceil(now / 64))
         held = now - 1 - (now - 1 - torch.arange(S, device=device)) % slots  # the time in each slot
         age = time[:, None] - held  # (T, S)
-        pos = (time - begin[:, None]).clamp(min=0)  # (B, T); padding, before 0, sees only itself
+        pos = (time - starts[:, None]).clamp(min=0)  # (B, T); what pads a short prompt sees itself
         mask = (age >= 0) & (age <= pos[..., None])  # (B, T, S)
+        keys, values = cache[:config.n_layer], cache[config.n_layer:]
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            keys, values = cache[:config.n_layer], cache[config.n_layer:]
             x = hidden(idx, pos, mask[:, None], (keys, values, time % slots))
             return model.logits(x[:, -1])[:, :vocab_size]
 
@@ -154,11 +134,20 @@ def generate(model, prompts, seeds, max_new_tokens, vocab_size=None, compile=Fal
     draws = torch.stack(draws).to(device)
     begin = [longest - len(prompt) for prompt in prompts]  # the time at which each window begins
     starts = torch.tensor(begin, device=device)
-    same = [prompts.index(prompt) for prompt in prompts]
-    once = sorted(set(same))
+    step = model.hidden
+    if compile:
+        fast = torch.compile(model.hidden, dynamic=False)
+        try:  # where there is no C++ compiler or no Triton, it's the first call that fails
+            read(fast, tokens[:, :1], starts, 1, empty(B))
+            step = fast
+        except Exception as error:
+            reason = str(error).strip().split("\n")[0]
+            print(f"can't compile, going on as with --compile=False: {reason}", file=sys.stderr)
 
     for now in range(longest, longest + max_new_tokens):
-        if now == longest:  # equal prompts are read once
+        if now == longest:  # the prompts; equal ones are read once
+            same = [prompts.index(prompt) for prompt in prompts]
+            once = sorted(set(same))
             cache = empty(len(once))
             logits = read(model.hidden, tokens[once, :now], starts[once], now, cache)
             to = [once.index(row) for row in same]
@@ -169,7 +158,7 @@ def generate(model, prompts, seeds, max_new_tokens, vocab_size=None, compile=Fal
                 begin[row] = now - max(1, config.block_size // 2)
             starts = torch.tensor(begin, device=device) if full else starts
             logits = read(step, tokens[:, now - 1:now], starts, now, cache)
-            if full:  # their positions have changed, so their keys and values do too
+            if full:  # other positions, so other keys and values
                 fresh, window = empty(len(full)), tokens[full, begin[full[0]]:now]
                 logits[full] = read(model.hidden, window, starts[full], now, fresh)
                 for part, new in zip(cache, fresh):
@@ -256,8 +245,8 @@ def main():
     for prompt in prompts:
         ids = encode(encoding, prompt, model.config.block_size)
         for _ in range(num_samples):
-            made[prompt] += 1  # a prompt that stands there twice goes on in two ways
-            digest = hashlib.sha256(repr((seed, ids, made[prompt])).encode()).digest()
+            made[tuple(ids)] += 1  # a prompt that comes twice goes on in two ways
+            digest = hashlib.sha256(repr((seed, ids, made[tuple(ids)])).encode()).digest()
             jobs.append((prompt, ids, int.from_bytes(digest[:8], "little")))
 
     sys.stdout.reconfigure(errors="replace")  # what the terminal can't show is shown as ?
