@@ -18,30 +18,25 @@ from pathlib import Path
 
 SCRIPTS = ("prepare.py", "train.py", "sample.py", "hellaswag.py")
 
-
 def fail(message):
     """End the program over something its user can mend: one line on stderr, exit status 2."""
-    print(message, file=sys.stderr, flush=True)
+    print(" ".join(str(message).split()), file=sys.stderr, flush=True)
     sys.exit(2)
-
 
 def nearest(word, known):
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f"; did you mean {near[0]}?" if near else ""
 
-
 def settings_of(script):
     """{key: (default, meaning)}: the lower-case literals that a script assigns before its defs."""
-    text = Path(script).read_text(encoding="utf-8")
-    lines, found = text.splitlines(), {}
-    for node in ast.parse(text).body:
+    lines, found = Path(script).read_text(encoding="utf-8").splitlines(), {}
+    for node in ast.parse("\n".join(lines)).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             break
         if isinstance(node, ast.Assign) and node.targets[0].id.islower():
             meaning = lines[node.end_lineno - 1][node.end_col_offset:].partition("#")[2]
             found[node.targets[0].id] = ast.literal_eval(node.value), meaning.strip()
     return found
-
 
 def convert(key, value, want, where):
     """
@@ -66,7 +61,6 @@ def convert(key, value, want, where):
         pass
     fail(f"{where}: {key} wants {want.__name__}, got {value!r}")
 
-
 def read_recipe(path):
     """The settings in a recipe: _names, modules, functions and classes are its own business."""
     if not os.path.isfile(path):
@@ -75,19 +69,13 @@ def read_recipe(path):
         names = runpy.run_path(path)
     except Exception as error:
         fail(f"{path}: {type(error).__name__}: {error}")
-    return {key: value for key, value in names.items()
-            if not (key.startswith("_") or callable(value) or isinstance(value, type(sys)))}
+    own = {key for key in names if key.startswith("_") or callable(names[key])}
+    return {k: v for k, v in names.items() if k not in own and not isinstance(v, type(sys))}
 
-
-def configure(script, argv=None, echo=sys.stdout):
-    """
-    Override a script's settings from argv; script is its globals(). Prints and returns them.
-
-    Exits with status 0 after --help, and with 2 and one line on anything that doesn't fit.
-    """
-    mine = settings_of(script["__file__"])
-    folder = Path(script["__file__"]).parent
-    anyones = set(mine).union(*(settings_of(p) for p in map(folder.joinpath, SCRIPTS) if p.exists()))
+def configure(script, argv=None, echo=None):
+    """Override a script's settings (script: its globals()) from argv; prints and returns them."""
+    mine, folder = settings_of(script["__file__"]), Path(script["__file__"]).parent
+    anyones = set(mine).union(*map(settings_of, filter(Path.exists, map(folder.joinpath, SCRIPTS))))
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
         print(script["__doc__"].strip() + "\n\nSettings, as --key=value or in a config file:")
@@ -95,16 +83,17 @@ def configure(script, argv=None, echo=sys.stdout):
             print(f"  {key:22} {type(default).__name__:6} {default!r:28} {meaning}")
         sys.exit(0)
     for arg in argv:
-        key, equals, value = arg.removeprefix("--").partition("=")
-        is_recipe = not arg.startswith("-")
-        for key, value in (read_recipe(arg) if is_recipe else {key: value}).items():
-            if key not in (anyones if is_recipe else mine):
-                fail(f"{arg}: no setting {key!r}" + nearest(key, anyones if is_recipe else mine))
-            if not is_recipe and not equals:
+        flag, equals, text = arg.removeprefix("--").partition("=")
+        recipe, known = not arg.startswith("-"), mine if arg.startswith("-") else anyones
+        for key, value in (read_recipe(arg) if recipe else {flag: text}).items():
+            if key not in known:
+                fail(f"{arg}: no setting {key!r}" + nearest(key, known))
+            if not (recipe or equals):
                 fail(f"{arg}: write it as --{key}=VALUE")
             if key in mine:
                 script[key] = convert(key, value, type(mine[key][0]), arg)
     settings = {key: script[key] for key in mine}
     if os.environ.get("RANK", "0") == "0":
-        print("settings:", " ".join(f"{k}={v!r}" for k, v in settings.items()), file=echo, flush=True)
+        shown = " ".join(f"{key}={value!r}" for key, value in settings.items())
+        print("settings:", shown, file=echo or sys.stdout, flush=True)
     return settings

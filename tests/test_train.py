@@ -1,0 +1,572 @@
+"""
+train.py against references (transformers, a second run of itself) and against its own promises.
+
+Runs are in this process where they can be: main() by runpy costs no new import of torch.
+"""
+import json
+import math
+import os
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import prepare
+import train
+
+ROOT = Path(train.__file__).parent
+TINY = ("--dataset=toy", "--out_dir=out", "--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=16",
+        "--batch_size=4", "--total_batch_size=128", "--max_iters=10", "--warmup_iters=2",
+        "--learning_rate=1e-3", "--min_lr=1e-4", "--eval_interval=4", "--eval_tokens=256",
+        "--save_interval=3", "--log_interval=1", "--dropout=0.1", "--device=cpu", "--dtype=float32",
+        "--compile=False")
+
+
+def write_shard(path, tokens):
+    """llm.c's form, written here without prepare.py."""
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240520, 1, len(tokens)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(header.tobytes() + np.asarray(tokens, "<u2").tobytes())
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    """A working folder with data/toy: bytes with some structure, two train shards, 63 windows of 16."""
+    rng = np.random.default_rng(0)
+    text = rng.choice([97, 98, 99, 100], 2000, p=[0.6, 0.2, 0.1, 0.1])
+    folder = tmp_path / "data" / "toy"
+    write_shard(folder / "toy_val_000000.bin", text[:400])
+    write_shard(folder / "toy_train_000001.bin", text[400:1000])
+    write_shard(folder / "toy_train_000002.bin", text[1000:1430])
+    prepare.save_tokenizer(prepare.load_tokenizer("bytes"), folder)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*args):
+    """train.py's main() with these arguments; returns its exit status."""
+    handlers = [(s, signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM)]
+    argv, sys.argv = sys.argv, [str(ROOT / "train.py"), *args]
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        return end.code or 0
+    finally:
+        sys.argv = argv
+        for signum, handler in handlers:
+            signal.signal(signum, handler)
+        while prepare.LOCKS:
+            prepare.LOCKS.pop().close()
+    return 0
+
+
+def log(out="out"):
+    """log.jsonl without what depends on the clock."""
+    rows = [json.loads(line) for line in Path(out, "log.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k not in ("ms", "tok_per_sec", "mfu")} for row in rows]
+
+
+def weights(out="out", step=10):
+    return (Path(out) / f"checkpoint-{step}" / "model.safetensors").read_bytes()
+
+
+def state(out="out", step=10):
+    return torch.load(Path(out) / f"checkpoint-{step}" / "trainer_state.pt", weights_only=True)
+
+
+def assert_same_run(one, other, step=10):
+    assert log(one) == log(other)
+    assert weights(one, step) == weights(other, step)
+    a, b = state(one, step), state(other, step)
+    assert a["best"] == b["best"]
+    for left, right in zip(a["optimizers"], b["optimizers"], strict=True):
+        assert left.keys() == right.keys()
+        for p in left:
+            for key in left[p]:
+                assert torch.equal(torch.as_tensor(left[p][key]), torch.as_tensor(right[p][key]))
+
+
+# --- the model against transformers
+
+def tiny_model(**kw):
+    torch.manual_seed(0)
+    config = dict(block_size=32, vocab_size=300, n_layer=2, n_head=4, n_embd=64, dropout=0.0,
+                  gradient_checkpointing=False) | kw
+    model = train.GPT(train.GPTConfig(**config))
+    with torch.no_grad():
+        for name, p in model.named_parameters():  # far from the initial, flat distribution
+            p.copy_(torch.randn_like(p) * 0.2 + (p == 1))
+        model.transformer.wte.weight[config["vocab_size"]:] = 0
+    return model.eval()
+
+
+def save(model, folder):
+    files = {}
+    train.save_checkpoint(str(folder), model, files, 299, step=0)
+
+
+def test_logits_and_gradients_agree_with_transformers(tmp_path):
+    model = tiny_model()
+    save(model, tmp_path / "checkpoint-0")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-0").train()
+    for part in theirs.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.0
+    idx = torch.randint(0, 300, (3, 33))
+    x, y = idx[:, :-1], idx[:, 1:]
+    out = theirs(x)
+    assert torch.allclose(model.logits(model.hidden(x)), out.logits, atol=1e-4)
+    loss = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), y.flatten())
+    loss.backward()
+    ours = model(x, y)
+    ours.backward()
+    assert ours.item() == pytest.approx(loss.item(), abs=1e-5)
+    reference = dict(theirs.named_parameters())
+    for name, p in model.named_parameters():
+        g = reference[name].grad
+        g = g.t() if name.endswith(train.TRANSPOSED) else g
+        assert torch.allclose(p.grad[:len(g)], g, atol=1e-5), name
+    assert not model.transformer.wte.weight.grad[300:].any()  # padded rows learn nothing
+
+
+def test_load_model_takes_every_spelling_of_a_gpt2(tmp_path):
+    model = tiny_model()
+    save(model, tmp_path / "ours")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    theirs.save_pretrained(tmp_path / "theirs")
+    from safetensors.torch import load_file, save_file
+    tensors = load_file(tmp_path / "ours" / "model.safetensors")
+    for kind, rename in (("hub", lambda k: k.removeprefix("transformer.")),
+                         ("compiled", lambda k: f"_orig_mod.{k}"), ("ddp", lambda k: f"module.{k}")):
+        shutil.copytree(tmp_path / "ours", tmp_path / kind)
+        odd = {rename(k): t for k, t in tensors.items()}
+        odd["h.0.attn.bias"] = torch.ones(1, 1, 32, 32)  # the causal mask of old exports
+        save_file(odd, tmp_path / kind / "model.safetensors")
+    x = torch.randint(0, 300, (2, 20))
+    for kind in ("ours", "theirs", "hub", "compiled", "ddp"):
+        again = train.load_model(str(tmp_path / kind))
+        assert torch.equal(again.logits(again.hidden(x)), model.logits(model.hidden(x))), kind
+    assert train.load_model(str(tmp_path / "ours"), block_size=8).config.block_size == 8
+
+
+@pytest.mark.parametrize("change", [
+    {"activation_function": "relu"}, {"model_type": "llama"}, {"n_layer": 3}, {"n_embd": 32},
+    {"scale_attn_by_inverse_layer_idx": True}, {"vocab_size": 5000}])
+def test_load_model_refuses_what_it_would_get_wrong(tmp_path, capsys, change):
+    save(tiny_model(), tmp_path / "x")
+    path = tmp_path / "x" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(SystemExit) as end:
+        train.load_model(str(tmp_path / "x"))
+    assert end.value.code == 2 and len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_gpt2_small_has_its_size_and_its_initialization():
+    with torch.device("meta"):
+        model = train.GPT(train.GPTConfig(1024, 50257, 12, 12, 768, 0.0, False))
+    padding = (50304 - 50257) * 768
+    assert sum(p.numel() for p in model.parameters()) - padding == 124_439_808
+    torch.manual_seed(1)
+    model = train.GPT(train.GPTConfig(64, 1000, 4, 4, 256, 0.0, False))
+    assert model.transformer.wte.weight[:1000].std().item() == pytest.approx(0.02, rel=0.02)
+    assert model.transformer.wpe.weight.std().item() == pytest.approx(0.02, rel=0.03)
+    for block in model.transformer.h:
+        assert block.mlp.c_proj.weight.std().item() == pytest.approx(0.02 / math.sqrt(8), rel=0.02)
+        assert not block.mlp.c_proj.bias.any()
+    idx = torch.randint(0, 1000, (4, 64))
+    assert model(idx, idx.roll(-1, 1)).item() == pytest.approx(math.log(1000), abs=0.1)
+
+
+@torch.no_grad()
+def test_cached_steps_equal_one_pass():
+    model, T = tiny_model(), 32
+    c = model.config
+    idx = torch.randint(0, 300, (3, T))
+    whole = model.hidden(idx)
+    keys, values = torch.zeros(2, c.n_layer, 3, c.n_head, T, c.n_embd // c.n_head)
+    outs = []
+    for first, last in ((0, 5), (5, 6), (6, 20), (20, 32)):  # prefill, one token, several at once
+        slots = torch.arange(first, last)
+        mask = (torch.arange(last) <= slots[:, None])[None, None]
+        outs.append(model.hidden(idx[:, first:last], slots, mask, (keys, values, slots)))
+    assert torch.allclose(torch.cat(outs, 1), whole, atol=1e-5)
+
+
+def test_gradient_checkpointing_changes_nothing():
+    idx = torch.randint(0, 300, (2, 33))
+    grads = []
+    for again in (False, True):
+        model = tiny_model(gradient_checkpointing=again, dropout=0.1).train()
+        torch.manual_seed(3)
+        model(idx[:, :-1], idx[:, 1:]).backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+# --- optimizer, schedule, choices
+
+def test_every_parameter_is_in_one_group_and_only_matrices_decay():
+    model = tiny_model()
+    for name in ("adamw", "muon"):
+        groups = [g for o in train.make_optimizers(model, name, 0.1, (0.9, 0.95)) for g in o.param_groups]
+        ids = [id(p) for g in groups for p in g["params"]]
+        assert len(ids) == len(set(ids)) == len(list(model.parameters()))
+        for g in groups:
+            assert all((p.dim() >= 2) == (g["weight_decay"] > 0) for p in g["params"])
+    muon = train.make_optimizers(model, "muon", 0.1, (0.9, 0.95))[1]
+    assert len(muon.param_groups[0]["params"]) == 4 * model.config.n_layer
+
+
+@pytest.mark.parametrize("warmup,end", [(0, 100), (10, 100), (100, 100), (200, 100), (0, 1), (5, 0)])
+def test_schedule(warmup, end):
+    lr = [train.get_lr(i, 1.0, 0.1, warmup, end) for i in range(max(end, warmup) + 1)]
+    assert all(0 < x <= 1 and math.isfinite(x) for x in lr)
+    assert lr[warmup] == 1.0 or warmup >= end
+    if 0 < warmup < end:
+        assert lr[:warmup + 1] == sorted(lr[:warmup + 1]) and lr[warmup:] == sorted(lr[warmup:])[::-1]
+        assert lr[end] == pytest.approx(0.1)
+
+
+def test_dtype_and_device_choice(monkeypatch, capsys):
+    def choice(dtype, device, cuda=False, cpu=False):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: cuda)
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: cpu)
+        return train.pick_dtype(dtype, device)
+    assert choice("auto", "cuda:1", cuda=True) == "bfloat16"
+    assert choice("auto", "cuda", cuda=False) == "float16"
+    assert choice("auto", "cpu", cpu=True) == "bfloat16"
+    assert choice("auto", "cpu", cpu=False) == choice("auto", "mps") == "float32"
+    assert choice("bfloat16", "cpu") == "bfloat16" and choice("float32", "cuda") == "float32"
+    for dtype, device in (("bfloat16", "cuda"), ("int8", "cpu")):
+        with pytest.raises(SystemExit):
+            choice(dtype, device)
+    for cuda, mps, want in ((True, True, "cuda"), (False, True, "mps"), (False, False, "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda mps=mps: mps)
+        assert train.pick_device("auto") == want
+    for name in ("cuda:7", "tpu", "cpu:x"):
+        with pytest.raises(SystemExit):
+            train.pick_device(name)
+    assert all(len(line) < 300 for line in capsys.readouterr().err.splitlines())
+
+
+@pytest.mark.parametrize("name,key", [
+    ("NVIDIA A100-SXM4-80GB", "A100"), ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H200", "H200"),
+    ("NVIDIA H100 PCIe", "H100 PCIe"), ("NVIDIA GeForce RTX 4090", "RTX 4090"), ("Tesla T4", "T4"),
+    ("NVIDIA L4", "L4"), ("NVIDIA L40S", "L40S"), ("NVIDIA GeForce GTX 1080", None), ("", None)])
+def test_peak_flops_by_name(name, key):
+    import re
+    found = next((k for k in train.PEAK_FLOPS if re.search(rf"\b{k}\b", name)), None)
+    assert found == key
+
+
+# --- the order of the data
+
+def test_an_epoch_shows_every_window_once_and_epochs_differ(toy):
+    data = prepare.Windows("data/toy", "train", 16, 257)
+    n = len(data)
+    assert n == (600 - 1) // 16 + (430 - 1) // 16
+    epochs = [[tuple(row) for row in data.sample(e * n, n, seed=7)] for e in range(3)]
+    windows = sorted(tuple(row) for row in data.read(range(n)))
+    assert all(sorted(epoch) == windows for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    flat = np.concatenate([row[:-1] for row in data.read(range(37))])  # the first shard, in order
+    assert np.array_equal(flat, prepare.read_tokens(data.shards[0], 0, 37 * 16))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 16, 17, 255, 256, 257, 1000])
+def test_permutation(n):
+    assert sorted(prepare.permute(i, n, 5) for i in range(n)) == list(range(n))
+
+
+# --- runs
+
+def test_a_run_and_what_it_leaves(toy, capsys):
+    assert run(*TINY) == 0
+    out = capsys.readouterr().out
+    for said in ("parameters", "128 tokens a step", "2 micro-batches", "cpu", "float32", "settings:"):
+        assert said in out
+    rows = log()
+    assert [r["step"] for r in rows if "loss" in r] == list(range(1, 11))
+    assert [r["step"] for r in rows if "val_loss" in r] == [0, 4, 8, 10]
+    assert {"loss", "lr", "grad_norm", "tokens"} <= rows[1].keys()
+    assert rows[-2]["tokens"] == 1280 and rows[-1]["val_loss"] < rows[0]["val_loss"]
+    best = state()["best"]["step"]
+    assert {int(p.name[11:]) for p in Path("out").glob("checkpoint-*")} == {9, 10} | {best}
+    assert prepare.find_checkpoint("out", "best") == f"out/checkpoint-{best}"
+    tok = transformers.AutoTokenizer.from_pretrained("out/checkpoint-10")
+    model = transformers.AutoModelForCausalLM.from_pretrained("out/checkpoint-10")
+    made = model.generate(**tok("ab", return_tensors="pt"), max_new_tokens=5, do_sample=True, top_k=40)
+    assert made.shape == (1, 7)
+
+
+@pytest.mark.parametrize("stops", [[1], [3], [5], [7, 8], [9]])
+@pytest.mark.parametrize("more", [(), ("--optimizer=muon", "--total_batch_size=64")])
+def test_a_resumed_run_is_the_same_run(toy, stops, more, monkeypatch):
+    """63 windows, 8 a step: the epoch ends inside step 8; max_iters stays, a signal stops the run."""
+    assert run(*TINY, *more, "--out_dir=whole") == 0
+    step = train.nn.utils.clip_grad_norm_
+    for stop in stops + [0]:
+        count = 0
+
+        def stopping(*args, **kw):  # called once a step
+            nonlocal count
+            count += 1
+            if count + done == stop:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return step(*args, **kw)
+
+        done = max(prepare.checkpoints_in("halves"), default=0)
+        monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", stopping)
+        assert run(*TINY, *more, "--out_dir=halves", "--init_from=auto") == (143 if stop else 0)
+        assert not stop or prepare.checkpoints_in("halves")[-1] == stop
+    assert_same_run("whole", "halves")
+
+
+def test_rows_past_the_checkpoint_are_dropped(toy):
+    run(*TINY, "--out_dir=whole")
+    run(*TINY)
+    shutil.rmtree("out/checkpoint-10")
+    with open("out/log.jsonl", "a") as f:
+        f.write('{"step": 11, "loss": 1.0}\n{"step": 12, "lo')
+    assert run(*TINY, "--init_from=resume") == 0
+    assert_same_run("whole", "out")
+    assert run(*TINY, "--init_from=resume") == 0  # finished: nothing changes
+    assert_same_run("whole", "out")
+
+
+def test_looking_does_not_touch(toy):
+    run(*TINY)
+    run(*TINY, "--out_dir=blind", "--eval_interval=0", "--save_interval=0", "--log_interval=0")
+    assert weights("out") == weights("blind")
+    assert Path("blind/log.jsonl").read_text() == ""
+
+
+def test_accumulation_and_batch_size_are_not_hyperparameters(toy):
+    for B in (1, 2, 4, 8):
+        run(*TINY, "--dropout=0", f"--batch_size={B}", f"--out_dir=b{B}")
+    for B in (1, 2, 4):
+        for a, b in zip(log(f"b{B}"), log("b8"), strict=True):
+            assert a == pytest.approx(b, rel=1e-4)
+    from safetensors.torch import load_file
+    a, b = (load_file(f"{d}/checkpoint-10/model.safetensors") for d in ("b1", "b8"))
+    assert all(torch.allclose(a[k], b[k], atol=2e-5) for k in a)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_out_of_memory_halves_the_batch_and_keeps_the_trajectory(toy, monkeypatch, capsys, where):
+    run(*TINY, "--dropout=0", "--out_dir=whole")
+    real = torch.nn.functional.cross_entropy
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+
+    calls = 0
+
+    def oom(logits, targets):
+        nonlocal calls
+        calls += torch.is_grad_enabled()
+        if logits.requires_grad and len(targets) > 32 and calls > 3:
+            if where == "forward":
+                raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+            return Fails.apply(real(logits, targets))
+        return real(logits, targets)
+
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy", oom)
+    assert run(*TINY, "--dropout=0") == 0
+    assert "batch_size=2" in capsys.readouterr().out
+    for a, b in zip(log("whole"), log("out"), strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
+
+
+def test_out_of_memory_at_one_sequence_is_one_line(toy, monkeypatch, capsys):
+    def oom(logits, targets):
+        if logits.requires_grad:
+            raise torch.OutOfMemoryError("injected")
+        return torch.zeros(())
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy", oom)
+    assert run(*TINY) == 2
+    err = capsys.readouterr().err
+    assert "gradient_checkpointing" in err and "batch_size" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("what", ["loss", "norm"])
+def test_a_non_finite_step_ends_the_run_and_spares_the_checkpoints(toy, monkeypatch, capsys, what):
+    real, clip = torch.nn.functional.cross_entropy, torch.nn.utils.clip_grad_norm_
+    calls = 0
+
+    def bad_loss(logits, targets):
+        nonlocal calls
+        calls += logits.requires_grad
+        return real(logits, targets) * (math.nan if logits.requires_grad and calls > 8 else 1)
+
+    def bad_norm(parameters, limit):
+        nonlocal calls
+        calls += 1
+        return clip(parameters, limit) * (math.inf if calls == 5 else 1)
+
+    if what == "loss":
+        monkeypatch.setattr(torch.nn.functional, "cross_entropy", bad_loss)
+    else:
+        monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", bad_norm)
+    assert run(*TINY, "--log_interval=0", "--eval_interval=0") == 2
+    assert "step 5:" in capsys.readouterr().err
+    assert prepare.checkpoints_in("out") == [0, 3]
+    monkeypatch.undo()
+    os.chdir(toy)
+    assert run(*TINY, "--init_from=resume") == 0
+
+
+def test_float16_skips_a_step_for_all_optimizers_and_resumes_its_scale(toy, monkeypatch):
+    args = (*TINY, "--dtype=float16", "--optimizer=muon", "--max_iters=4", "--save_interval=1",
+            "--keep_checkpoints=9")
+    clip = torch.nn.utils.clip_grad_norm_
+    steps = 0
+
+    def overflow(parameters, limit):
+        nonlocal steps
+        steps += 1
+        return clip(parameters, limit) * (math.inf if steps == 3 else 1)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", overflow)
+    assert run(*args) == 0
+    assert weights(step=2) == weights(step=3) != weights(step=4)
+    assert state(step=4)["scaler"]["scale"] > 0
+
+
+@pytest.mark.parametrize("more,said", [
+    ("--total_batch_size=100", "--total_batch_size=128"),
+    ("--batch_size=0", "batch_size=0"),
+    ("--n_head=3", "n_head"),
+    ("--optimizer=sgd", "optimizer"),
+    ("--device=cuda:9", "device=cuda:9"),
+    ("--dtype=int8", "dtype=int8"),
+    ("--dataset=nothing", "prepare.py"),
+    ("--block_size=512", "block_size"),
+    ("--init_from=resume", "no checkpoint in out"),
+    ("--init_from=no/such/model", "no/such/model"),
+    ("--learning_rate=-1", "learning_rate"),
+    ("--learing_rate=1", "learning_rate"),
+    ("--hellaswag_interval=1", "hellaswag_data")])
+def test_a_mistake_is_one_line(toy, capsys, more, said):
+    more = (more, "--hellaswag_data=missing.jsonl") if "hellaswag" in more else (more,)
+    assert run(*TINY, *more) == 2
+    err = capsys.readouterr().err
+    assert said in err and len(err.strip().splitlines()) == 1, err
+
+
+def test_a_token_past_the_vocabulary_is_named(toy, capsys):
+    write_shard(toy / "data/toy/toy_train_000001.bin", [300] * 600)
+    assert run(*TINY) == 2
+    assert "toy_train_000001.bin" in (err := capsys.readouterr().err) and "300" in err and "257" in err
+
+
+def test_scratch_refuses_a_folder_with_a_run_and_resume_refuses_another_run(toy, capsys):
+    run(*TINY)
+    before = weights()
+    assert run(*TINY) == 2
+    assert "--init_from=resume" in capsys.readouterr().err
+    for more in ("--seed=1", "--n_layer=3", "--total_batch_size=64", "--block_size=8", "--optimizer=muon"):
+        assert run(*TINY, "--init_from=resume", more) == 2
+        key, _, value = more[2:].partition("=")
+        err = capsys.readouterr().err
+        assert key in err and value in err and err.count("\n") == 1
+    write_shard(toy / "data/toy/toy_train_000003.bin", [97] * 100)
+    assert run(*TINY, "--init_from=resume") == 2
+    assert "shards" in capsys.readouterr().err and weights() == before
+
+
+def test_max_iters_0_and_1(toy):
+    assert run(*TINY, "--max_iters=0", "--out_dir=zero") == 0
+    assert [r["step"] for r in log("zero")] == [0] and prepare.checkpoints_in("zero") == [0]
+    assert run(*TINY, "--max_iters=1", "--out_dir=one", "--warmup_iters=700") == 0
+    assert prepare.checkpoints_in("one")[-1] == 1
+
+
+def test_patience(toy):
+    """A learning rate of 0 never gets better: the first evaluation is the best, two more are too many."""
+    still = ("--learning_rate=0", "--min_lr=0", "--patience=2", "--eval_interval=2", "--dropout=0")
+    assert run(*TINY, *still) == 0
+    assert prepare.checkpoints_in("out")[-1] == 4
+    assert run(*TINY, *still, "--init_from=resume") == 0  # and it isn't counted again
+    assert [r["step"] for r in log() if "val_loss" in r] == [0, 2, 4]
+
+
+def test_finetuning_takes_the_architecture_and_the_smaller_context(toy, capsys):
+    save(tiny_model(vocab_size=257), toy / "given")
+    args = [a for a in TINY if not a.startswith(("--n_", "--block"))] + ["--block_size=16"]
+    assert run(*args, "--init_from=given", "--max_iters=2") == 0
+    assert "n_embd=64" in capsys.readouterr().out
+    assert train.load_model("out/checkpoint-2").config.block_size == 16
+    assert run(*args, "--init_from=resume", "--max_iters=3") == 0
+    save(tiny_model(vocab_size=300), toy / "other")
+    assert run(*args, "--init_from=other", "--out_dir=x") == 2
+
+
+def test_a_full_disk_or_a_failing_sync_spares_the_old_checkpoint(toy, monkeypatch, capsys):
+    run(*TINY, "--max_iters=3", "--save_interval=3")
+    before = weights(step=3)
+    sync, calls = os.fsync, 0
+
+    def failing(fd):
+        nonlocal calls
+        calls += 1
+        if calls > 4:
+            raise OSError(28, "No space left on device")
+        return sync(fd)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    assert run(*TINY, "--max_iters=6", "--init_from=resume") == 2
+    err = capsys.readouterr().err
+    assert "No space left" in err and err.count("\n") == 1
+    assert weights(step=3) == before and not list(Path("out").glob("tmp-*"))
+    monkeypatch.undo()
+    os.chdir(toy)
+    assert run(*TINY, "--max_iters=6", "--init_from=resume") == 0
+
+
+def test_a_second_run_in_the_same_folder_is_refused(toy):
+    import fcntl
+    Path("out").mkdir()
+    with open("out/.lock", "a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        done = subprocess.run([sys.executable, ROOT / "train.py", *TINY], capture_output=True, text=True)
+    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1
+
+
+def test_compile_without_a_compiler_trains_eagerly(toy):
+    env = os.environ | {"PATH": os.path.dirname(sys.executable), "CXX": "/nonexistent",
+                        "TORCHINDUCTOR_CACHE_DIR": str(toy / "cache")}
+    args = [*TINY, "--compile=True", "--max_iters=2"]
+    done = subprocess.run([sys.executable, ROOT / "train.py", *args], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout + done.stderr).count("torch.compile failed") == 1
+    assert log()[-2]["step"] == 2
+
+
+def test_signals_in_a_real_process(toy):
+    """SIGINT saves and says how to go on; a second one leaves at once."""
+    args = [sys.executable, str(ROOT / "train.py"), *TINY, "--max_iters=100000", "--save_interval=0",
+            "--eval_interval=0", "--init_from=auto"]
+    process = subprocess.Popen(args, stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith("step") and "loss" in line:
+            process.send_signal(signal.SIGINT)
+            break
+    out = process.stdout.read()
+    assert process.wait(60) == 130 and "--init_from=resume" in out
+    assert prepare.checkpoints_in("out")
