@@ -1,0 +1,892 @@
+"""prepare.py against a naive reference of llm.c's script, against kills, and against odd input."""
+import glob
+import gzip
+import hashlib
+import importlib.util
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import prepare
+
+REPO = Path(__file__).resolve().parent.parent
+WORDS = "the of and energy Ünïcode 中文 <|endoftext|> it's 2024 \n\n  \t models don't 😀 é".split(" ")
+
+
+def documents(n, seed=0, words=60):
+    rng = random.Random(seed)
+    return [" ".join(rng.choices(WORDS, k=rng.randrange(1, words))) for _ in range(n)]
+
+
+def reference(texts, encoding, val_tokens, shard_size):
+    """llm.c's FineWeb script, token by token: the tokens of the val shard and of each train shard."""
+    shards, size = [[]], val_tokens
+    for text in texts:
+        for token in [encoding.eot_token, *encoding.encode_ordinary(text or "")]:
+            if len(shards[-1]) == size:
+                shards.append([])
+                size = shard_size
+            shards[-1].append(token)
+    return shards
+
+
+def write_parquet(path, texts, row_group_size=7):
+    import pyarrow
+    import pyarrow.parquet
+    table = pyarrow.table({"n": range(len(texts)), "text": pyarrow.array(texts, pyarrow.string())})
+    pyarrow.parquet.write_table(table, path, row_group_size=row_group_size)
+    return path
+
+
+def write_jsonl(path, texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return path
+
+
+def fresh(*args):
+    """A module of its own, as settings are its globals, and main's arguments in place."""
+    spec = importlib.util.spec_from_file_location("prepare_again", REPO / "prepare.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.argv = ["prepare.py", *map(str, args)]
+    return module
+
+
+@pytest.fixture
+def main(monkeypatch, tmp_path):
+    """main("--key=value"): prepare.py in this process, in tmp_path; returns the folder data/x."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [])
+
+    def main(*args, module=None):
+        module = module or fresh()
+        sys.argv = ["prepare.py", "--dataset=x", "--tokenizer=bytes", *map(str, args)]
+        try:
+            module.main()
+        finally:
+            while module.LOCKS:
+                module.LOCKS.pop().close()
+        return tmp_path / "data" / "x"
+    return main
+
+
+def tokens_of(folder, split):
+    return [prepare.read_tokens(s, 0, s.tokens).tolist() for s in prepare.find_shards(folder, split)]
+
+
+def hashes(folder):
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in Path(folder).glob("*.bin")}
+
+
+# --- The bytes --------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("tokenizer", ["gpt2", "bytes"])
+@pytest.mark.parametrize("num_proc", [1, 3])
+def test_shards_equal_llmc(main, tmp_path, tokenizer, num_proc):
+    texts = documents(150) + ["", None, "x" * 3000, "<|endoftext|>"] + documents(50, seed=1)
+    source = write_parquet(tmp_path / "t.parquet", texts)
+    folder = main(f"--source={source}", f"--tokenizer={tokenizer}", "--shard_size=1000",
+                  "--val_tokens=1000", f"--num_proc={num_proc}")
+    want = reference(texts, prepare.load_tokenizer(tokenizer), 1000, 1000)
+    assert len(want) > 4
+    for i, (path, tokens) in enumerate(zip(sorted(folder.glob("*.bin"), key=lambda p: p.name[-10:]),
+                                           want, strict=True)):
+        header = [20240520, 1, len(tokens)] + [0] * 253
+        assert path.name == f"x_{'train' if i else 'val'}_{i:06}.bin"
+        assert path.read_bytes() == (np.array(header, "<i4").tobytes()
+                                     + np.array(tokens, "<u2").tobytes())
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    assert (meta["documents"], meta["tokens"]) == (len(texts), sum(map(len, want)))
+    assert meta["bytes"] == sum(len((text or "").encode()) for text in texts)
+    assert {s["file"]: s["sha256"] for s in meta["shards"]} == hashes(folder)
+
+
+def test_val_and_train_sizes(main, tmp_path):
+    texts = documents(100)
+    folder = main(f"--source={write_jsonl(tmp_path / 't.jsonl', texts)}", "--val_tokens=300",
+                  "--shard_size=2000")
+    want = reference(texts, prepare.load_tokenizer("bytes"), 300, 2000)
+    assert tokens_of(folder, "val") == want[:1]
+    assert tokens_of(folder, "train") == want[1:]
+
+
+def test_max_tokens(main, tmp_path):
+    texts = documents(100)
+    folder = main(f"--source={write_jsonl(tmp_path / 't.jsonl', texts)}", "--val_tokens=300",
+                  "--shard_size=1000", "--max_tokens=2500")
+    want = reference(texts, prepare.load_tokenizer("bytes"), 300, 1000)
+    assert tokens_of(folder, "train") == [want[1], want[2], want[3][:200]]
+
+
+@pytest.mark.parametrize("n", [1, 2, 10])
+def test_small_corpus(main, tmp_path, n):
+    texts = documents(n, words=90)
+    folder = main(f"--source={write_jsonl(tmp_path / 't.jsonl', texts)}", "--shard_size=150")
+    whole = sum(reference(texts, prepare.load_tokenizer("bytes"), 10**9, 1), [])
+    val, train = tokens_of(folder, "val"), tokens_of(folder, "train")
+    assert val == [whole[:len(whole) // 10]]
+    assert sum(train, []) == whole[len(whole) // 10:]  # disjoint, and none empty
+    assert {len(shard) for shard in train[:-1]} <= {150}
+
+
+@pytest.mark.parametrize("texts", [[], [""]])
+def test_too_small(main, tmp_path, texts, capsys):
+    source = write_parquet(tmp_path / "t.parquet", texts)
+    with pytest.raises(SystemExit) as exit:
+        main(f"--source={source}")
+    assert exit.value.code == 2
+    assert f"has {len(texts)} tokens" in capsys.readouterr().err
+
+
+# --- Sources ----------------------------------------------------------------------------------------
+
+def test_every_kind_of_file(main, tmp_path):
+    texts = [text.replace("\r", "") for text in documents(20)]
+    paths = [write_jsonl(tmp_path / "a.jsonl", texts), write_parquet(tmp_path / "b.parquet", texts)]
+    (tmp_path / "c.json").write_text(json.dumps([{"text": t} for t in texts]), encoding="utf-8")
+    (tmp_path / "txt").mkdir()
+    for i, text in enumerate(texts):
+        (tmp_path / "txt" / f"{i:02}[x].txt").write_bytes(text.encode())
+        (tmp_path / "txt" / f"{i:02}.txt.gz").write_bytes(gzip.compress(text.encode()))
+    for path in [*paths, tmp_path / "c.json"]:
+        Path(f"{path}.gz").write_bytes(gzip.compress(path.read_bytes()))
+    want = None
+    for source in ("a.jsonl", "a.jsonl.gz", "b.parquet", "b.parquet.gz", "c.json", "c.json.gz",
+                   "txt/*.txt", "txt/*.gz", str(tmp_path / "txt" / "*.gz")):
+        folder = main(f"--source={source}")
+        have = hashes(folder)
+        want = want or have
+        assert have == want, source
+        for path in folder.iterdir():
+            path.unlink()
+
+
+def test_text_key_and_nested_glob(main, tmp_path):
+    for i in range(3):
+        (tmp_path / f"{i}.jsonl").write_text(json.dumps({"id": i, "body": f"text {i} " * 9}) + "\n")
+    folder = main("--source=*.jsonl", "--text_key=body")
+    whole = sum(tokens_of(folder, "val") + tokens_of(folder, "train"), [])
+    assert prepare.load_tokenizer("bytes").decode(whole) == "".join(
+        "<|endoftext|>" + f"text {i} " * 9 for i in range(3))
+
+
+BAD = {
+    "latin.txt": (b"caf\xe9 au lait", "latin.txt"),
+    "latin.jsonl": (b'{"text": "caf\xe9"}\n', "latin.jsonl"),
+    "cut.jsonl": (b'{"text": "a"}\n{"text": \n', "cut.jsonl"),
+    "surrogate.jsonl": (b'{"text": "a \\ud800 b"}\n', "surrogate.jsonl"),
+    "no.parquet": (b"PAR1 but no more than that", "no.parquet"),
+    "empty.jsonl": (b"", "nothing in it"),
+    "columns.jsonl": (b'{"body": "a", "title": "b"}\n', "body, title"),
+    "number.jsonl": (b'{"text": 7}\n', "no text in a column 'text'"),
+    "cut.jsonl.gz": (gzip.compress(b'{"text": "a long enough line"}\n')[:20], "cut.jsonl"),
+    "what.doc": (b"no known kind", "what.doc"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_file_is_one_line(main, tmp_path, name, capfd):
+    content, words = BAD[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(SystemExit) as exit:
+        main(f"--source={name}")
+    error = capfd.readouterr().err
+    assert exit.value.code == 2
+    assert words in error
+    assert error.count("\n") == 1, error
+
+
+@pytest.mark.parametrize("source", ["nothing/*.txt", "missing.jsonl", "someone/no-such-data-set"])
+def test_missing_source(main, source, capfd):
+    with pytest.raises(SystemExit) as exit:
+        main(f"--source={source}")
+    error = capfd.readouterr().err
+    assert (exit.value.code, error.count("\n")) == (2, 1)
+    assert source in error
+
+
+def test_hub_path(main, tmp_path, monkeypatch):
+    import datasets
+    texts, real, calls = documents(60), datasets.load_dataset, []
+    path = write_parquet(tmp_path / "t.parquet", texts)
+
+    def load_dataset(path_or_id, **options):
+        calls.append((path_or_id, options))
+        return real("parquet", data_files=[str(path)], split="train", streaming=True)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    folder = main("--source=some/where", "--source_config=tiny", "--split=test", "--shard_size=1000",
+                  "--val_tokens=1000")
+    assert calls == [("some/where", {"name": "tiny", "split": "test", "streaming": True,
+                                     "revision": None})]
+    want = reference(texts, prepare.load_tokenizer("bytes"), 1000, 1000)
+    assert tokens_of(folder, "val") + tokens_of(folder, "train") == want
+
+
+def flaky(texts, trouble):
+    """A load_dataset whose stream calls trouble(i) before text i."""
+    import datasets
+
+    def rows():
+        for i, text in enumerate(texts):
+            trouble(i)
+            yield {"text": text}
+    return lambda *args, **options: datasets.IterableDataset.from_generator(rows)
+
+
+def test_source_fails_twice_then_works(main, monkeypatch, capsys):
+    import datasets
+    texts, failures, waits = documents(80), [], []
+
+    def trouble(i):
+        if i == 40 and len(failures) < 2:
+            failures.append(i)
+            raise TimeoutError("read timed out")
+    module = fresh()
+    module.GROUP = 500
+    monkeypatch.setattr(datasets, "load_dataset", flaky(texts, trouble))
+    monkeypatch.setattr(module.time, "sleep", waits.append)
+    folder = main("--source=a/b", "--shard_size=1000", "--val_tokens=1000", module=module)
+    want = reference(texts, prepare.load_tokenizer("bytes"), 1000, 1000)
+    assert tokens_of(folder, "val") + tokens_of(folder, "train") == want
+    assert len(failures) == 2
+    assert waits == sorted(waits) and len(set(waits)) == 2  # it backs off
+    assert capsys.readouterr().err.count("trying again") == 2
+
+
+def test_source_fails_for_good_then_resumes(main, monkeypatch, capsys):
+    import datasets
+    texts, broken = documents(80), [True]
+
+    def trouble(i):
+        if i == 60 and broken:
+            raise ConnectionError("no route")
+    monkeypatch.setattr(datasets, "load_dataset", flaky(texts, trouble))
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    args = ("--source=a/b", "--shard_size=1000", "--val_tokens=1000")
+
+    def small():
+        module = fresh()
+        module.GROUP, module.FLIGHT = 500, 0
+        return module
+    with pytest.raises(SystemExit) as exit:
+        main(*args, module=small())
+    assert exit.value.code == 2
+    assert "no route" in capsys.readouterr().err
+    kept = {p: p.stat().st_mtime_ns for p in Path("data/x").glob("*.bin")}
+    assert kept
+    broken.clear()
+    folder = main(*args, module=small())
+    want = reference(texts, prepare.load_tokenizer("bytes"), 1000, 1000)
+    assert tokens_of(folder, "val") + tokens_of(folder, "train") == want
+    assert all(path.stat().st_mtime_ns == then for path, then in kept.items())
+
+
+def test_lone_surrogates_are_repaired(main, monkeypatch):
+    import datasets
+    texts = ["a \ud800 b", "pair \ud83d\ude00", "plain"] * 9
+    monkeypatch.setattr(datasets, "load_dataset", flaky(texts, lambda i: None))
+    folder = main("--source=a/b", "--tokenizer=gpt2")
+    whole = sum(tokens_of(folder, "val") + tokens_of(folder, "train"), [])
+    assert whole == sum(reference(texts, prepare.load_tokenizer("gpt2"), 10**9, 1), [])
+
+
+def test_pydocs(tmp_path, monkeypatch):
+    def module(name, text):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    long = "Words that are long enough to count as a document of their own." * 4
+    code = f'''"""Module {long}"""
+def spam(eggs):
+    """Return spam.
+
+        Indented by hand.
+    """
+class Ham:
+    "A \\ud800 surrogate."
+    async def cure(self): "Wait."
+raise SystemExit("imported")
+'''
+    module("good.py", code)
+    module("sub/package.py", code)
+    module("broken.py", "print 'two'")
+    module("brief.py", '"""Too little."""')
+    module("site-packages/other.py", code)
+    monkeypatch.setattr(os, "__file__", str(tmp_path / "os.py"))
+    texts = prepare.pydocs()
+    good, = (text for text in texts if text.startswith("good\n"))
+    assert good == (f"good\n\nModule {long}\n\n\nspam\n\nReturn spam.\n\n    Indented by hand."
+                    "\n\n\nHam\n\nA ? surrogate.\n\n\ncure\n\nWait.")
+    assert sum(long in text for text in texts) == 2
+    assert len(texts) > 60  # the topics
+    assert texts == prepare.pydocs()
+    assert texts != sorted(texts)
+
+
+# --- Odd documents ----------------------------------------------------------------------------------
+
+def test_pathological_documents(main, tmp_path):
+    rng = random.Random(0)
+    base64 = "".join(rng.choices("ABCDEFGHabcdefgh0123456789+/", k=1_000_000))
+    texts = ["before", "a" * 10**6, "^" * 10**6, " " * 10**6, "\u200b" * 300_000, "-" * 10**6,
+             base64, "after"]
+    start = time.time()
+    folder = main(f"--source={write_jsonl(tmp_path / 't.jsonl', texts)}", "--tokenizer=gpt2",
+                  "--num_proc=2")
+    assert time.time() - start < 30
+    whole = np.concatenate([prepare.read_tokens(s, 0, s.tokens) for split in ("val", "train")
+                            for s in prepare.find_shards(folder, split)])
+    encoding = prepare.load_tokenizer("gpt2")
+    pieces = encoding.decode(whole.tolist()).split("<|endoftext|>")
+    assert pieces == ["", *texts]
+
+
+def test_a_panic_names_the_document(main, tmp_path, monkeypatch, capsys):
+    import tiktoken
+
+    class Panic(BaseException):
+        pass
+    real = tiktoken.Encoding.encode_to_numpy
+
+    def encode_to_numpy(self, text, **options):
+        if "unlucky" in text:
+            raise Panic("stack overflow")
+        return real(self, text, **options)
+    monkeypatch.setattr(tiktoken.Encoding, "encode_to_numpy", encode_to_numpy)
+    source = write_jsonl(tmp_path / "t.jsonl", [*documents(20), "an unlucky one", *documents(20)])
+    with pytest.raises(SystemExit) as exit:
+        main(f"--source={source}")
+    assert exit.value.code == 2
+    assert "'an unlucky one': stack overflow" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("last", [65535, 65536])
+def test_ids_past_uint16(main, tmp_path, monkeypatch, last, capsys):
+    import tiktoken
+    monkeypatch.setattr(tiktoken.Encoding, "encode_to_numpy",
+                        lambda self, text, **options: np.array([1, last], np.uint32))
+    source = write_jsonl(tmp_path / "t.jsonl", documents(20))
+    if last == 65535:
+        assert main(f"--source={source}").is_dir()
+        return
+    with pytest.raises(SystemExit):
+        main(f"--source={source}")
+    assert "65536" in capsys.readouterr().err
+    assert not glob.glob("data/x/*.bin*")
+
+
+# --- Kills, settings, disks -------------------------------------------------------------------------
+
+def test_killed_at_ten_moments(tmp_path):
+    texts = documents(6000)
+    write_parquet(tmp_path / "t.parquet", texts, row_group_size=300)
+    command = [sys.executable, str(REPO / "prepare.py"), "--source=t.parquet", "--tokenizer=bytes",
+               "--shard_size=9000", "--val_tokens=9000", "--num_proc=2"]
+    subprocess.run([*command, "--dataset=whole"], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+    want = {name.replace("whole", "killed"): value for name, value in
+            hashes(tmp_path / "data" / "whole").items()}
+    assert len(want) > 60
+    rng, folder, seen = random.Random(7), tmp_path / "data" / "killed", {}
+    for _ in range(10):
+        process = subprocess.Popen([*command, "--dataset=killed"], cwd=tmp_path,
+                                   stdout=subprocess.DEVNULL)
+        goal = len(seen) + rng.randrange(5)
+        while len(glob.glob(f"{folder}/*.bin")) <= goal and process.poll() is None:
+            time.sleep(0.001)
+        time.sleep(rng.random() * 0.02)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        now = {path: Path(path).stat().st_mtime_ns for path in glob.glob(f"{folder}/*.bin")}
+        assert seen.items() <= now.items()  # nothing finished is written again
+        for split in ("val", "train"):
+            prepare.find_shards(folder, split)  # nor is anything visible incomplete
+        assert hashes(folder).items() <= want.items()
+        seen = now
+    assert len(seen) < len(want)
+    subprocess.run([*command, "--dataset=killed"], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+    assert hashes(folder) == want
+    assert seen.items() <= {str(p): p.stat().st_mtime_ns for p in folder.glob("*.bin")}.items()
+    metas = [json.loads((tmp_path / "data" / name / "meta.json").read_text(encoding="utf-8"))
+             for name in ("whole", "killed")]
+    assert all(metas[0][key] == metas[1][key] for key in ("documents", "tokens", "bytes"))
+    assert not list(folder.glob("*.new")) and not list(folder.glob("*.tmp"))
+
+
+class Stop(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("step", ["write_file", "write_meta", "replace"])
+@pytest.mark.parametrize("nth", [1, 2, 5])
+def test_stopped_between_any_two_steps(main, tmp_path, monkeypatch, step, nth):
+    """Die before the nth time of each step of write_shard: the set comes out the same."""
+    texts = documents(100)
+    source = write_parquet(tmp_path / "t.parquet", texts)
+    args = (f"--source={source}", "--shard_size=1000", "--val_tokens=1000")
+    module, calls = fresh(), []
+
+    def dying(real, count=lambda *args: True):
+        def call(*args, **options):
+            calls.extend([1] * count(*args))
+            if len(calls) == nth:
+                raise Stop
+            return real(*args, **options)
+        return call
+    if step == "replace":
+        real = os.replace
+        monkeypatch.setattr(os, "replace", dying(real, lambda a, b: str(a).endswith(".new")))
+    else:
+        monkeypatch.setattr(module, step, dying(getattr(module, step),
+                                                lambda *a: "meta" in step or ".new" in str(a[0])))
+    with pytest.raises(Stop):
+        main(*args, module=module)
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    folder = main(*args)
+    want = reference(texts, prepare.load_tokenizer("bytes"), 1000, 1000)
+    assert tokens_of(folder, "val") + tokens_of(folder, "train") == want
+
+
+def test_resuming_reads_and_tokenizes_only_the_rest(main, tmp_path, monkeypatch):
+    texts = documents(400)
+    source = write_parquet(tmp_path / "t.parquet", texts, row_group_size=10)
+    args = (f"--source={source}", "--shard_size=2000", "--val_tokens=2000", "--num_proc=1")
+    tokenized, shards = [], []
+
+    def watched(stop_at):
+        module = fresh()
+        module.GROUP, module.FLIGHT = 500, 1000
+        tokenize, write_shard = module.tokenize, module.write_shard
+
+        def stopping(*args):
+            write_shard(*args)
+            shards.append(1)
+            if len(shards) == stop_at:
+                raise Stop
+        module.tokenize = lambda texts: tokenized.extend(texts) or tokenize(texts)
+        module.write_shard = stopping
+        return module
+    with pytest.raises(Stop):
+        main(*args, module=watched(5))
+    done = 5 * 2000
+    tokenized.clear()
+    reads = []
+    parquet = importlib.import_module("datasets.packaged_modules.parquet.parquet").Parquet
+    generate = parquet._generate_tables
+
+    def counted(self, files, row_groups_list):
+        reads.extend(row_groups_list)
+        return generate(self, files, row_groups_list)
+    monkeypatch.setattr(parquet, "_generate_tables", counted)
+    folder = main(*args, module=watched(0))
+    want = reference(texts, prepare.load_tokenizer("bytes"), 2000, 2000)
+    assert tokens_of(folder, "val") + tokens_of(folder, "train") == want
+    rest = sum(len(text.encode()) + 1 for text in tokenized)
+    assert rest <= sum(map(len, want)) - done + 1000  # at most one group again
+    assert 0 < len(reads) < 40 - 40 * done // sum(map(len, want)) + 3  # of 40 row groups
+
+
+@pytest.mark.parametrize("change", ["--shard_size=2000", "--tokenizer=gpt2", "--text_key=n",
+                                    "--max_tokens=500", "--world_size=2 --rank=0"])
+def test_other_settings_are_refused(main, tmp_path, change, capsys):
+    source = write_parquet(tmp_path / "t.parquet", documents(50))
+    args = (f"--source={source}", "--shard_size=1000", "--val_tokens=1000")
+    before = hashes(main(*args))
+    with pytest.raises(SystemExit) as exit:
+        main(*args, *change.split())
+    assert exit.value.code == 2
+    key, value = change.split()[0].lstrip("-").split("=")
+    error = capsys.readouterr().err
+    was = {"shard_size": 1000, "tokenizer": "'bytes'", "text_key": "'text'", "max_tokens": 0,
+           "world_size": 1}[key]
+    assert f"{key}={was}" in error and value in error
+    assert hashes(tmp_path / "data" / "x") == before
+
+
+def test_other_input_is_refused(main, tmp_path, capsys):
+    source = write_jsonl(tmp_path / "t.jsonl", documents(50))
+    main(f"--source={source}")
+    write_jsonl(source, documents(51))
+    with pytest.raises(SystemExit):
+        main(f"--source={source}")
+    assert "revision=" in capsys.readouterr().err
+
+
+def test_finished_set_says_so(run, tmp_path):
+    write_jsonl(tmp_path / "t.jsonl", documents(50))
+    args = ("prepare.py", "--dataset=x", "--source=t.jsonl", "--tokenizer=bytes")
+    first = run(*args, cwd=tmp_path)
+    assert first.returncode == 0
+    assert "50 documents" in first.stdout and "MB/s" in first.stdout and "2 shards" in first.stdout
+    assert first.stderr == ""  # no bar, no noise where it is no terminal
+    start, before = time.time(), hashes(tmp_path / "data" / "x")
+    again = run(*args, cwd=tmp_path)
+    assert time.time() - start < 2
+    assert "finished" in again.stdout
+    assert hashes(tmp_path / "data" / "x") == before
+
+
+def test_shards_from_elsewhere_are_left_alone(main, tmp_path, capsys):
+    folder = tmp_path / "data" / "x"
+    folder.mkdir(parents=True)
+    (folder / "fineweb_train_000001.bin").write_bytes(b"theirs")
+    with pytest.raises(SystemExit):
+        main(f"--source={write_jsonl(tmp_path / 't.jsonl', documents(9))}")
+    assert "elsewhere" in capsys.readouterr().err
+
+
+def test_full_disk(main, tmp_path, monkeypatch, capsys):
+    texts = documents(100)
+    args = (f"--source={write_parquet(tmp_path / 't.parquet', texts)}", "--shard_size=1000",
+            "--val_tokens=1000")
+    module, real, calls = fresh(), os.fsync, []
+
+    def fsync(handle):
+        calls.append(1)
+        if len(calls) > 20:
+            raise OSError(28, "No space left on device")
+        real(handle)
+    monkeypatch.setattr(module.os, "fsync", fsync)
+    with pytest.raises(SystemExit) as exit:
+        main(*args, module=module)
+    assert exit.value.code == 2
+    assert "No space left on device" in capsys.readouterr().err
+    folder = tmp_path / "data" / "x"
+    assert not list(folder.glob("*.tmp"))
+    kept = hashes(folder)
+    assert kept
+    calls[:] = [-1] * -10**6
+    monkeypatch.setattr(module.os, "fsync", real)
+    assert kept.items() <= hashes(main(*args)).items()
+    want = reference(texts, prepare.load_tokenizer("bytes"), 1000, 1000)
+    assert tokens_of(folder, "val") + tokens_of(folder, "train") == want
+
+
+def test_one_process_at_a_time(run, tmp_path):
+    folder = tmp_path / "data" / "x"
+    prepare.lock(folder, ".lock_0")
+    write_jsonl(tmp_path / "t.jsonl", documents(50))
+    done = run("prepare.py", "--dataset=x", "--source=t.jsonl", "--tokenizer=bytes", cwd=tmp_path)
+    prepare.LOCKS.pop().close()
+    assert done.returncode == 2
+    assert "another process" in done.stderr
+
+
+# --- Memory, start-up, exit -------------------------------------------------------------------------
+
+def test_work_in_flight_is_bounded(monkeypatch):
+    monkeypatch.setattr(prepare, "FLIGHT", 10_000)
+    read = []
+
+    def groups():
+        for i in range(1000):
+            read.append(i)
+            yield i, ["x" * 1000]
+    for done, _ in enumerate(prepare.in_order(groups(), prepare.load_tokenizer("bytes"), 2)):
+        assert len(read) - done <= 12  # however slow the consumer is
+
+
+@pytest.mark.slow
+def test_memory_is_flat(tmp_path):
+    import resource
+    texts = documents(40_000, words=400)
+    peaks = []
+    for n in (1, 4):
+        write_parquet(tmp_path / f"{n}.parquet", texts * n, row_group_size=1000)
+        subprocess.run([sys.executable, str(REPO / "prepare.py"), f"--source={n}.parquet",
+                        f"--dataset=m{n}", "--tokenizer=bytes", "--shard_size=1000000",
+                        "--val_tokens=1000000", "--num_proc=2"], cwd=tmp_path, check=True)
+        peaks.append(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024)
+    assert peaks[1] < 700
+    assert peaks[1] < peaks[0] + 100
+
+
+def test_help_is_fast_and_imports_little(run, tmp_path):
+    start = time.time()
+    done = run("prepare.py", "--help", cwd=tmp_path, env={"TIKTOKEN_CACHE_DIR": str(tmp_path)})
+    assert time.time() - start < 2  # a second on an idle machine
+    assert done.returncode == 0 and "shard_size" in done.stdout
+    code = "import sys, prepare; print({'datasets', 'tiktoken', 'torch', 'tqdm'} & set(sys.modules))"
+    names = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
+    assert names.stdout == "set()\n"
+
+
+def test_no_encoding_is_left_to_the_platform(run, tmp_path):
+    write_jsonl(tmp_path / "t.jsonl", documents(50))
+    done = run("prepare.py", "--dataset=x", "--source=t.jsonl", "--tokenizer=bytes", cwd=tmp_path,
+               env={"PYTHONWARNDEFAULTENCODING": "1"})
+    warned = [line for line in done.stderr.splitlines() if "EncodingWarning" in line]
+    assert done.returncode == 0
+    assert not [line for line in warned if "prepare.py" in line or "config" in line], warned
+
+
+def stop_in_the_middle(run, tmp_path, times):
+    write_parquet(tmp_path / "t.parquet", documents(20_000, words=200), row_group_size=500)
+    for i in range(times):
+        done = run("prepare.py", f"--dataset=x{i}", "--source=t.parquet", "--tokenizer=bytes",
+                   "--max_tokens=200000", cwd=tmp_path, timeout=20)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_exits_cleanly_in_mid_stream(run, tmp_path):
+    stop_in_the_middle(run, tmp_path, 2)
+
+
+@pytest.mark.slow
+def test_exits_cleanly_in_mid_stream_20_times(run, tmp_path):
+    stop_in_the_middle(run, tmp_path, 20)
+
+
+# --- Several machines -------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_nodes_share_the_source(main, tmp_path, nodes):
+    texts = documents(300)
+    source = write_parquet(tmp_path / "t.parquet", texts, row_group_size=20)  # 15 row groups
+    encoding, rest = prepare.load_tokenizer("bytes"), texts
+    for node in range(nodes):
+        folder = main(f"--source={source}", "--shard_size=700", "--val_tokens=500",
+                      f"--rank={node}", f"--world_size={nodes}")
+        share = 20 * (15 // nodes + (node < 15 % nodes))
+        mine, rest = rest[:share], rest[share:]
+        want = reference(mine, encoding, 700 if node else 500, 700)
+        meta = json.loads((folder / f"meta_{node}.json").read_text(encoding="utf-8"))
+        names = [shard["file"] for shard in meta["shards"]]
+        numbers = [1 + node + k * nodes for k in range(len(want) - (node == 0))]
+        assert names == ["x_val_000000.bin"] * (node == 0) + [f"x_train_{n:06}.bin" for n in numbers]
+        have = [np.fromfile(folder / name, "<u2", offset=1024).tolist() for name in names]
+        assert have == want
+    assert not rest
+    assert len(prepare.find_shards(folder, "val")) == 1
+    total = sum(s.tokens for split in ("val", "train") for s in prepare.find_shards(folder, split))
+    assert total == sum(map(len, reference(texts, encoding, 10**9, 1)))  # nothing twice
+
+
+@pytest.mark.parametrize("names", [("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")])
+def test_rank_from_the_launcher(main, tmp_path, monkeypatch, names):
+    source = write_parquet(tmp_path / "t.parquet", documents(100), row_group_size=10)
+    for name, value in zip(names, "12", strict=True):
+        monkeypatch.setenv(name, value)
+    folder = main(f"--source={source}", "--shard_size=700")
+    assert (folder / "meta_1.json").exists()
+    assert (folder / "x_train_000002.bin").exists()
+    assert not list(folder.glob("*_val_*"))
+
+
+def test_more_nodes_than_row_groups(main, tmp_path):
+    source = write_jsonl(tmp_path / "t.jsonl", documents(50))
+    for node in range(3):
+        folder = main(f"--source={source}", "--val_tokens=100", f"--rank={node}", "--world_size=3")
+    assert [s["shards"] == [] for s in (json.loads((folder / f"meta_{n}.json").read_text())
+                                        for n in range(3))] == [False, True, True]
+
+
+# --- Tokenizers -------------------------------------------------------------------------------------
+
+TEXT = "Hello  world's <|x|> \n\n\t 中文 é 123abc 😀\u200b\r\n end. "
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bytes"])
+def test_tokenizer_files(tmp_path, name):
+    encoding = prepare.load_tokenizer(name)
+    prepare.save_tokenizer(encoding, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(prepare.TOKENIZER_FILES)
+    if name == "gpt2":  # OpenAI's own files
+        digests = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in tmp_path.iterdir()}
+        assert digests["merges.txt"][:16] == "1ce1664773c50f3e"
+        assert digests["vocab.json"][:16] == "196139668be63f3b"
+    assert prepare.vocabulary(tmp_path) == (encoding.n_vocab, encoding.eot_token)
+    again = prepare.load_tokenizer(str(tmp_path))
+    assert again.encode_ordinary(TEXT) == encoding.encode_ordinary(TEXT)
+    assert again._mergeable_ranks == encoding._mergeable_ranks
+    assert again.eot_token == encoding.eot_token
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bytes"])
+def test_transformers_reads_the_tokenizer(tmp_path, name):
+    from transformers import AutoTokenizer
+    encoding = prepare.load_tokenizer(name)
+    prepare.save_tokenizer(encoding, tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    ids = encoding.encode_ordinary(TEXT)
+    assert theirs(TEXT)["input_ids"] == ids
+    assert theirs.decode(ids) == TEXT
+    assert (theirs.eos_token_id, len(theirs)) == (encoding.eot_token, encoding.n_vocab)
+    theirs.save_pretrained(tmp_path / "five")  # as tokenizer.json
+    assert not (tmp_path / "five" / "merges.txt").exists()
+    assert prepare.load_tokenizer(str(tmp_path / "five")).encode_ordinary(TEXT) == ids
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """A byte-level BPE as people train them with tokenizers: <|endoftext|> first, tokenizer.json."""
+    from tokenizers import ByteLevelBPETokenizer
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(documents(300), vocab_size=400, min_frequency=1,
+                                  special_tokens=["<|endoftext|>", "<pad>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def test_trained_tokenizer(trained):
+    from tokenizers import Tokenizer
+    theirs = Tokenizer.from_file(str(trained / "tokenizer.json"))
+    ours = prepare.load_tokenizer(str(trained))
+    text = " ".join(documents(50, seed=3)).replace("<|endoftext|>", "")
+    assert ours.encode_ordinary(text) == theirs.encode(text).ids
+    assert ours.eot_token == 0
+    prepare.save_tokenizer(ours, trained)
+    (trained / "tokenizer.json").unlink()
+    again = prepare.load_tokenizer(str(trained))
+    assert again.encode_ordinary(text) == theirs.encode(text).ids
+    assert again._special_tokens == {"<|endoftext|>": 0, "<pad>": 1}
+
+
+def refused(name, capsys):
+    with pytest.raises(SystemExit) as exit:
+        prepare.load_tokenizer(str(name))
+    error = capsys.readouterr().err
+    assert exit.value.code == 2
+    assert error.count("\n") == 1
+    return error
+
+
+@pytest.mark.parametrize("change", ["pre_tokenizer", "normalizer", "order", "endoftext", "ids", "type",
+                                    "bytes"])
+def test_other_tokenizers_are_refused(trained, change, capsys):
+    path = trained / "tokenizer.json"
+    whole = json.loads(path.read_text(encoding="utf-8"))
+    model = whole["model"]
+    if change == "pre_tokenizer":
+        whole["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [whole["pre_tokenizer"]]}
+    if change == "normalizer":
+        whole["normalizer"] = {"type": "NFC"}
+    if change == "order":
+        model["merges"][3:5] = model["merges"][4:2:-1]
+    if change == "endoftext":
+        whole["added_tokens"] = []
+        del model["vocab"]["<|endoftext|>"]
+    if change == "ids":
+        whole["added_tokens"].append({"id": 65536, "content": "<last>"})
+    if change == "type":
+        whole["model"] = {"type": "Unigram", "vocab": [["a", 0.0]]}
+    if change == "bytes":
+        del model["vocab"]["!"]
+    path.write_text(json.dumps(whole), encoding="utf-8")
+    words = {"pre_tokenizer": "splits text in another way", "normalizer": "another way",
+             "order": "order of its merges", "endoftext": "<|endoftext|>", "ids": "65536",
+             "type": "", "bytes": "'!'"}[change]
+    assert words in refused(trained, capsys)
+
+
+def test_cl100k_is_refused(capsys):
+    assert "cl100k_base" in refused("cl100k_base", capsys)
+
+
+def test_unreachable_tokenizers(tmp_path, monkeypatch, capsys):
+    assert "no/such-model" in refused("no/such-model", capsys)
+    assert "merges.txt" in refused(tmp_path, capsys)
+    code = "import prepare; prepare.load_tokenizer('gpt2')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True,
+                          env={**os.environ, "TIKTOKEN_CACHE_DIR": str(tmp_path)}, timeout=60)
+    assert done.returncode == 2
+    assert "TIKTOKEN_CACHE_DIR" in done.stderr and done.stderr.count("\n") == 1
+    assert "6d1cbeee0f20b3d9449abfede4726ed8212e3aee" in done.stderr
+    assert "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6" in done.stderr
+
+
+# --- Shards for readers -----------------------------------------------------------------------------
+
+def shard(path, tokens, count=None):
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240520, 1, len(tokens) if count is None else count
+    path.write_bytes(header.tobytes() + np.array(tokens, "<u2").tobytes())
+
+
+def test_find_shards(tmp_path):
+    for i in (10, 9, 1):
+        shard(tmp_path / f"fine_web_train_{i:06}.bin", range(i))
+    shard(tmp_path / "fine_web_val_000000.bin", range(5))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"abc")
+    found = prepare.find_shards(str(tmp_path), "train")
+    assert [s.tokens for s in found] == [1, 9, 10]
+    assert prepare.read_tokens(found[2], 3, 4).tolist() == [3, 4, 5, 6]
+    assert prepare.read_tokens(found[2], 0, 1).dtype == np.uint16
+    assert len(prepare.find_shards(str(tmp_path), "val")) == 1
+
+
+def test_other_peoples_shards(tmp_path):
+    np.array([50256, 1, 2, 3], "<u2").tofile(tmp_path / "train.bin")  # nanoGPT's
+    shard(tmp_path / "tiny_val.bin", range(7))  # llm.c's
+    train, = prepare.find_shards(str(tmp_path), "train")
+    assert train == (str(tmp_path / "train.bin"), 0, 4)
+    assert prepare.read_tokens(train, 1, 3).tolist() == [1, 2, 3]
+    assert prepare.find_shards(str(tmp_path), "val")[0].offset == 1024
+    assert prepare.vocabulary(str(tmp_path)) == (50257, 50256)
+
+
+@pytest.mark.parametrize("content, words", [
+    (b"", "0 bytes"), (b"\x01\0\x02", "3 bytes"), ("plain text, é".encode() * 200, "text"),
+    (b"\x93NUMPY\x01\0 and so on", "uint16"),
+    (np.array([20240520, 1, 9] + [0] * 253, "<i4").tobytes() + b"\0\0" * 8, "truncated"),
+    (np.array([20240520, 7, 8] + [0] * 253, "<i4").tobytes() + b"\0\0" * 8, "bytes"),
+    (np.array([20240520, 1, 0] + [0] * 253, "<i4").tobytes(), "0 tokens")])
+def test_no_shard(tmp_path, content, words, capsys):
+    (tmp_path / "x_train_000001.bin").write_bytes(content)
+    with pytest.raises(SystemExit) as exit:
+        prepare.find_shards(str(tmp_path), "train")
+    error = capsys.readouterr().err
+    assert exit.value.code == 2
+    assert words in error and "x_train_000001.bin" in error and error.count("\n") == 1
+
+
+def test_no_folder(tmp_path, capsys):
+    np.save(tmp_path / "edufineweb_train_000001.npy", np.arange(3))
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(SystemExit):
+            prepare.find_shards(str(folder), "train")
+        error = capsys.readouterr().err
+        assert str(folder) in error and "python prepare.py" in error and ".npy" in error
+
+
+def test_two_datasets_in_a_folder(tmp_path, capsys):
+    shard(tmp_path / "a_train_000001.bin", range(3))
+    shard(tmp_path / "b_train_000001.bin", range(3))
+    with pytest.raises(SystemExit):
+        prepare.find_shards(str(tmp_path), "train")
+    assert "a_train_000001.bin" in capsys.readouterr().err
+
+
+def test_dataset_dir(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("tests", "sub/folder", "mine", "data/both", "both"):
+        os.makedirs(name)
+    shard(Path("mine", "train.bin"), range(3))
+    shard(Path("both", "train.bin"), range(3))
+    assert prepare.dataset_dir("new") == os.path.join("data", "new")
+    assert prepare.dataset_dir("tests") == os.path.join("data", "tests")
+    assert prepare.dataset_dir("mine") == "mine"
+    assert prepare.dataset_dir("both") == os.path.join("data", "both")
+    assert prepare.dataset_dir("sub/folder") == "sub/folder"
+    assert prepare.dataset_dir(str(tmp_path)) == str(tmp_path)
+
+
+def test_write_file(tmp_path, monkeypatch):
+    path = tmp_path / "f"
+    prepare.write_file(str(path), b"old")
+
+    def fsync(handle):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError):
+        prepare.write_file(str(path), b"new")
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["f"]
