@@ -2,13 +2,12 @@
 Text to uint16 token shards, the format of llm.c and modded-nanogpt, which train.py reads.
 
     python prepare.py config/quickstart.py                     Python's own documentation: seconds
-    python prepare.py --dataset=notes --source='notes/*.txt'   your .txt .jsonl .json .parquet, or .gz
+    python prepare.py --dataset=notes --source='notes/*.txt'   your .txt .jsonl .json .parquet .gz
     python prepare.py config/fineweb_small.py                  10B tokens of FineWeb-Edu
 
-The same command goes on where a killed one stopped. Started on each node by torchrun or srun (or with
---rank and --world_size), the nodes share the source; train.py wants all their shards in one folder.
+The same command goes on where a killed one stopped. Start it on several nodes by torchrun or srun
+(or with --rank and --world_size) and they share the source; put their shards into one folder.
 """
-import contextlib
 import glob
 import hashlib
 import itertools
@@ -17,9 +16,7 @@ import os
 import platform
 import random
 import re
-import shutil
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -52,17 +49,16 @@ TOKENIZER_FILES = ("vocab.json", "merges.txt", "tokenizer_config.json")
 EOT = "<|endoftext|>"
 MAGIC = 20240520  # opens llm.c's header of 256 int32: magic, version, token count, zeros
 HEADER = 1024  # its bytes
-KINDS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text"}
 GROUP = 1 << 18  # characters a thread takes at a time: some 15 ms
 FLIGHT = 1 << 25  # characters ahead at most: a second's work for two threads, to write a shard in
 LOCKS = []  # open files, locked until the process ends
-OWN = threading.local()  # each thread's own Encoding
+OWN = threading.local()  # a thread's own Encoding
 Shard = namedtuple("Shard", "path offset tokens")  # offset: bytes before the first token
 
-# --- Shards and files: train.py reads by these ------------------------------------------------------
+# --- Shards and files, as train.py reads and writes them too --------------------------------------
 
 def dataset_dir(dataset):
-    """data/<dataset>, or dataset itself where it is the path of a folder (a bare name: with shards)."""
+    """data/<dataset>, or dataset itself where it is a folder's path (a bare name: with shards)."""
     inside, bare = os.path.join("data", dataset), os.path.basename(dataset) == dataset
     is_path = glob.glob(glob.escape(dataset) + "/*.bin") if bare else os.path.isdir(dataset)
     return dataset if is_path and not os.path.isdir(inside) else inside
@@ -70,14 +66,13 @@ def dataset_dir(dataset):
 def find_shards(folder, split):
     """The folder's shards of split, "train" or "val", in order, each checked against its size."""
     names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-    found = [re.fullmatch(rf"((.+)_)?{split}(_\d+)?\.bin", name) for name in names]
-    found = [match for match in found if match]
+    found = [m for m in (re.fullmatch(rf"((.+)_)?{split}(_\d+)?\.bin", n) for n in names) if m]
     if not found:
-        fail(f"{folder}: no {split} shards (*_{split}_*.bin or {split}.bin; .npy is not read); make "
-             f"them by python prepare.py --dataset={folder} with a recipe or --source")
-    if len({match[1] for match in found}) > 1:
+        fail(f"{folder}: no {split} shards (*_{split}_*.bin or {split}.bin; .npy is not read); "
+             f"make them by python prepare.py --dataset={folder} with a recipe or --source")
+    if len({m[1] for m in found}) > 1:
         fail(f"{folder}: two datasets, {found[0][0]} and {found[-1][0]}; give each its own folder")
-    return [check_shard(os.path.join(folder, match[0])) for match in found]
+    return [check_shard(os.path.join(folder, m[0])) for m in found]
 
 def check_shard(path):
     """path as a Shard: with llm.c's header, or as nanoGPT's bare tokens."""
@@ -95,58 +90,8 @@ def check_shard(path):
     return Shard(path, 0, size // 2)
 
 def read_tokens(shard, start, count):
-    """Tokens [start, start + count). Read, not mapped: the pages of a map would count as our memory."""
+    """Tokens [start, start + count), read and not mapped: a map's pages count as our memory."""
     return np.fromfile(shard.path, "<u2", count, offset=shard.offset + 2 * start)
-
-def mix(*keys):
-    """63 bits that look random and follow from keys."""
-    digest = hashlib.blake2b(repr(keys).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-def permute(i, n, key):
-    """Where a permutation of range(n) that key picks puts i: no table of n, so no limit on n."""
-    half = 1 << (n.bit_length() + 1) // 2
-    while True:  # a Feistel network permutes range(half * half); walk on until inside n
-        left, right = divmod(i, half)
-        for turn in range(4):
-            left, right = right, left ^ mix(key, turn, right) % half
-        i = left * half + right
-        if i < n:
-            return i
-
-class Windows:
-    """A split in windows of block_size + 1 tokens, neighbours sharing one: each is a target once."""
-
-    def __init__(self, folder, split, block_size, vocab_size):
-        self.shards, self.vocab_size = find_shards(folder, split), vocab_size
-        self.block_size = block_size
-        self.ends = np.cumsum([(shard.tokens - 1) // block_size for shard in self.shards])
-        if not len(self):
-            fail(f"{folder}: its longest {split} shard has {max(s.tokens for s in self.shards)} tokens, "
-                 f"block_size={block_size} needs {block_size + 1}: lower it, or prepare more text")
-        short = [os.path.basename(s.path) for s in self.shards if s.tokens <= block_size]
-        if short:
-            print(f"shorter than a window and passed over: {' '.join(short)}")
-
-    def __len__(self):
-        return int(self.ends[-1])
-
-    def read(self, indices):
-        """Windows by number -> (B, block_size + 1) int64; an id past the vocabulary ends in fail()."""
-        tokens = np.empty((len(indices), self.block_size + 1), np.int64)
-        for row, i in zip(tokens, indices, strict=True):
-            n = int(np.searchsorted(self.ends, i, side="right"))
-            before = int(self.ends[n - 1]) if n else 0
-            row[:] = read_tokens(self.shards[n], (i - before) * self.block_size, len(row))
-            if row.max() >= self.vocab_size:  # inside a GPU it would be an assert without a name
-                fail(f"{self.shards[n].path}: token id {row.max()}, and the vocabulary has "
-                     f"{self.vocab_size}; prepare it anew with the model's tokenizer")
-        return tokens
-
-    def sample(self, first, count, seed):
-        """read() windows first, first + 1 ... of an endless stream of epochs, each shuffled anew."""
-        n = len(self)
-        return self.read([permute(i % n, n, mix(seed, i // n)) for i in range(first, first + count)])
 
 def vocabulary(folder):
     """(vocab_size, eot) by the folder's vocab.json; GPT-2's where there is none."""
@@ -166,33 +111,10 @@ def write_file(path, *parts):
     except OSError:
         Path(aside).unlink(missing_ok=True)  # a full disk needs the room
         raise
-    sync(os.path.dirname(path) or ".")
-
-def sync(path):
-    """Wait until a file or folder is on the disk."""
     if os.name == "posix":  # Windows can't open a folder, and needn't
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
-
-@contextlib.contextmanager
-def write_folder(path):
-    """A folder to fill, which is synced and renamed to path at the end; fails with path untouched."""
-    parent, name = os.path.split(path)
-    for left in glob.glob(glob.escape(parent) + "/tmp-*"):
-        shutil.rmtree(left)  # by a kill
-    aside = os.path.join(parent, f"tmp-{name}")
-    try:
-        os.makedirs(aside)
-        yield aside
-        for file in [*os.listdir(aside), ""]:
-            sync(os.path.join(aside, file))
-        os.rename(aside, path)
-        sync(parent)
-    except Exception as error:  # a full disk is OSError, RuntimeError or SafetensorError
-        shutil.rmtree(aside, ignore_errors=True)
-        fail(f"{path} can't be written: {error}; what was there before is untouched, so make room and "
-             "go on with --init_from=resume")
+        folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
 
 def lock(folder, name=".lock"):
     """Make the folder and hold it; the system lets go when the process ends, however it ends."""
@@ -208,7 +130,7 @@ def lock(folder, name=".lock"):
     except ImportError:
         pass
 
-# --- Tokenizers -------------------------------------------------------------------------------------
+# --- Tokenizers -----------------------------------------------------------------------------------
 
 def byte_alphabet():
     """{byte: character}: how GPT-2's files spell tokens, all printable (a space is Ġ)."""
@@ -217,7 +139,7 @@ def byte_alphabet():
     return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
 
 def merge_lines(ranks):
-    """merges.txt for {token: id}: of each longer token the two parts that BPE up to its id leaves."""
+    """merges.txt for {token: id}: of each longer token the two parts that earlier merges leave."""
     char_of, lines = byte_alphabet(), []
     for token in sorted((token for token in ranks if len(token) > 1), key=ranks.get):
         parts = [token[i:i + 1] for i in range(len(token))]
@@ -237,10 +159,10 @@ def load_tokenizer(name):
         if name == "gpt2":
             return tiktoken.get_encoding("gpt2")
         if name in tiktoken.list_encoding_names():
-            raise ValueError("splits text in its own way, or has more ids than a uint16")
+            raise ValueError("it splits text in its own way, or has more ids than a uint16")
         vocab, merges = (byte_of | {EOT: 256}, []) if name == "bytes" else read_tokenizer(name)
         if EOT not in vocab or max(vocab.values()) > 65535:
-            raise ValueError(f"wanted are {EOT} and ids up to 65535, not {max(vocab.values())}")
+            raise ValueError(f"it has no {EOT}, or ids past 65535 ({max(vocab.values())})")
         made = byte_of.keys() | {line.replace(" ", "") for line in merges}
         ranks = {bytes(byte_of[char] for char in token): vocab[token] for token in made}
         if merge_lines(ranks) != merges:  # tiktoken merges in the order of ids
@@ -249,22 +171,23 @@ def load_tokenizer(name):
         return tiktoken.Encoding(name, pat_str=r50k_pat_str, mergeable_ranks=ranks,
                                  special_tokens=special)
     except Exception as error:
-        cure = ("is no byte-level BPE of GPT-2's kind" if name != "gpt2" else "needs a network, or its "
-                "vocab.bpe and encoder.json laid as 6d1cbeee0f20b3d9449abfede4726ed8212e3aee and "
-                "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6 into a folder that TIKTOKEN_CACHE_DIR names")
-        fail(f"tokenizer {name} {cure} ({brief(error)})")
+        cure = "a byte-level BPE of GPT-2's kind is wanted" if name != "gpt2" else (
+            "without a network, set TIKTOKEN_CACHE_DIR to a folder that holds vocab.bpe and "
+            "encoder.json under the names 6d1cbeee0f20b3d9449abfede4726ed8212e3aee and "
+            "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6")
+        fail(f"tokenizer {name}: {brief(error)}; {cure}")
 
 def read_tokenizer(name):
-    """(vocab, merges) of tokenizer.json, which also tells how text is split, else of the two files."""
+    """(vocab, merges) by tokenizer.json, which also tells how text is split, or by the others."""
     folder = Path(fetch(name, ["tokenizer.json", "vocab.json", "merges.txt"]))
     if not (folder / "tokenizer.json").exists():
         lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
         vocab = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
         return vocab, [line for line in lines if line and not line.startswith("#version")]
     whole = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    plain = {"type": "ByteLevel", "use_regex": True, "add_prefix_space": False, "trim_offsets": True}
-    if plain | (whole["pre_tokenizer"] or {"type": None}) != plain or whole["normalizer"]:
-        raise ValueError("tokenizer.json prepares or splits text in another way")
+    plain = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
+    if plain | (whole["pre_tokenizer"] or {"type": ""}) != plain or whole["normalizer"]:
+        raise ValueError("tokenizer.json changes or splits text in another way")
     vocab, merges = whole["model"]["vocab"], whole["model"]["merges"]
     vocab = vocab | {token["content"]: token["id"] for token in whole["added_tokens"]}
     return vocab, [line if isinstance(line, str) else " ".join(line) for line in merges]
@@ -275,55 +198,26 @@ def fetch(name, patterns):
         from huggingface_hub import snapshot_download
         return name if os.path.isdir(name) else snapshot_download(name, allow_patterns=patterns)
     except Exception as error:
-        fail(f"{name}: no such folder, and not to be had from the Hugging Face hub ({brief(error)})")
+        fail(f"{name}: no such folder, and the Hugging Face hub doesn't give it: {brief(error)}")
 
 def save_tokenizer(encoding, folder):
-    """Write GPT-2's own two files, which tiktoken reads as well, and what transformers wants to know."""
+    """Write GPT-2's own two files and one that transformers asks for; returns their sha256."""
     char_of, ranks = byte_alphabet(), encoding._mergeable_ranks
     vocab = {"".join(char_of[byte] for byte in token): i for token, i in ranks.items()}
     vocab = sorted((vocab | encoding._special_tokens).items(), key=lambda item: item[1])
     merges = "\n".join(["#version: 0.2", *merge_lines(ranks), ""])
     config = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False,
               "bos_token": EOT, "eos_token": EOT, "unk_token": EOT}
-    for name, text in zip(TOKENIZER_FILES, (json.dumps(dict(vocab)), merges, json.dumps(config))):
-        write_file(os.path.join(folder, name), text.encode("utf-8"))
+    texts = (text.encode("utf-8") for text in (json.dumps(dict(vocab)), merges, json.dumps(config)))
+    files = dict(zip(TOKENIZER_FILES, texts, strict=True))
+    for name, text in files.items():
+        write_file(os.path.join(folder, name), text)
+    return {name: hashlib.sha256(text).hexdigest() for name, text in files.items()}
 
-def tokenizer_files(folder):
-    """{name: bytes} of a dataset's tokenizer; where it has none GPT-2's, if that can be had."""
-    if not os.path.exists(os.path.join(folder, "vocab.json")):
-        try:
-            import tiktoken
-            encoding = tiktoken.get_encoding("gpt2")
-        except Exception:
-            return {}
-        with tempfile.TemporaryDirectory() as folder:
-            save_tokenizer(encoding, folder)
-            return tokenizer_files(folder)
-    return {name: Path(folder, name).read_bytes() for name in TOKENIZER_FILES}
-
-def checkpoints_in(out_dir):
-    """The steps of the checkpoints in out_dir, in order."""
-    names = os.listdir(out_dir) if os.path.isdir(out_dir) else []
-    return sorted(int(name[11:]) for name in names if re.fullmatch(r"checkpoint-\d+", name))
-
-def find_checkpoint(out_dir, checkpoint="latest"):
-    """The directory of out_dir's "latest" or "best", or of a checkpoint by path or hub id."""
-    if checkpoint not in ("latest", "best"):
-        return fetch(checkpoint, ["*.json", "merges.txt", "model.safetensors"])
-    steps = checkpoints_in(out_dir)
-    if not steps:
-        fail(f"no checkpoint in {out_dir}; train first: python train.py --out_dir={out_dir}")
-    newest = os.path.join(out_dir, f"checkpoint-{steps[-1]}")
-    if checkpoint == "latest":
-        return newest
-    import torch  # the newest one knows which is the best
-    state = torch.load(os.path.join(newest, "trainer_state.pt"), weights_only=True, mmap=True)
-    return os.path.join(out_dir, f"checkpoint-{max(state['best']['step'], 0)}")
-
-# --- Sources ----------------------------------------------------------------------------------------
+# --- Sources --------------------------------------------------------------------------------------
 
 def pydocs():
-    """The documentation inside this Python, a document a topic or module, in a fixed shuffled order."""
+    """Python's own documentation, a document a topic or module, in a fixed shuffled order."""
     import ast
     import warnings
     from pydoc_data.topics import topics
@@ -335,60 +229,67 @@ def pydocs():
         try:
             tree = ast.parse(path.read_bytes())  # read, not imported: that could do anything
         except (SyntaxError, ValueError):
-            continue  # a file left over from another Python
+            continue  # left over from another Python
         kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
         nodes = [node for node in ast.walk(tree) if isinstance(node, kinds)]
         texts = [(getattr(node, "name", path.stem), ast.get_docstring(node)) for node in nodes]
         documents.append("\n\n\n".join(f"{name}\n\n{text}" for name, text in texts if text))
     random.Random(1337).shuffle(documents)
-    return [text.encode("utf-8", "replace").decode("utf-8") for text in documents if len(text) > 200]
+    return [text.encode("utf-8", "replace").decode() for text in documents if len(text) > 200]
 
-def open_source(source, files, source_config, split, text_key, revision, rank, world_size):
-    """This node's part of the source: a streaming dataset, which tells its place and returns to it."""
+def open_source(files, settings):
+    """This node's part of the source, a stream of rows that can tell its place and return to it."""
     import logging
+    os.environ["USE_TORCH"] = "0"  # else datasets imports torch, for a second and 200 MB
     import datasets
     from pyarrow.dataset import ParquetFragmentScanOptions
     datasets.disable_progress_bars()
     logging.disable(logging.CRITICAL)  # what goes wrong is told by us, in one line
-    options = {"text": {"sample_by": "document",
-                        "features": datasets.Features({text_key: datasets.Value("string")})},
-               "parquet": {"batch_size": 1000, "fragment_scan_options": ParquetFragmentScanOptions(
-                   use_buffered_stream=True, pre_buffer=False)}}  # half the memory
+    source, text_key, nodes = settings["source"], settings["text_key"], settings["world_size"]
+    in_pieces = ParquetFragmentScanOptions(use_buffered_stream=True, pre_buffer=False)
+    text = datasets.Features({text_key: datasets.Value("string")})
+    kinds = {".parquet": ("parquet", {"batch_size": 1000, "fragment_scan_options": in_pieces}),
+             ".txt": ("text", {"sample_by": "document", "features": text}),
+             ".jsonl": ("json", {}), ".json": ("json", {})}
     try:
         if source == "pydocs":
-            stream = datasets.Dataset.from_dict({text_key: pydocs()}).to_iterable_dataset(world_size)
+            stream = datasets.Dataset.from_dict({text_key: pydocs()}).to_iterable_dataset(nodes)
         elif files:
-            kind = KINDS[Path(files[0].removesuffix(".gz")).suffix]
-            paths = [f"gzip://{Path(path).stem}::{path}" if path.endswith(".parquet.gz")
-                     else glob.escape(path) for path in files]
-            stream = datasets.load_dataset(kind, data_files=paths, split="train", streaming=True,
-                                           **options.get(kind, {}))
+            kind, options = kinds[Path(files[0].removesuffix(".gz")).suffix]
+            files = [f"gzip://{Path(file).stem}::{file}" if file.endswith(".parquet.gz")
+                     else glob.escape(file) for file in files]
+            stream = datasets.load_dataset(
+                kind, data_files=files, split="train", streaming=True, **options)
+        elif glob.has_magic(source) or Path(source.removesuffix(".gz")).suffix in kinds:
+            raise FileNotFoundError("no such file")
         else:
-            stream = datasets.load_dataset(source, name=source_config or None, split=split,
-                                           streaming=True, revision=revision)
-        # Readers seek, and nodes share, by row groups. On the hub each costs three requests and three
-        # times its bytes: there files are read through, unless they are few for so many nodes.
-        if files or stream.num_shards < 8 * world_size:
+            stream = datasets.load_dataset(
+                source, name=settings["source_config"] or None, split=settings["split"],
+                revision=settings["revision"], streaming=True)
+        # Readers seek, and nodes share, by row groups. On the hub each costs three requests and
+        # three times its bytes: there files are read through, unless they are few for the nodes.
+        if files or stream.num_shards < 8 * nodes:
             stream = stream.reshard()
         if text_key in (stream.column_names or ()):
             stream = stream.select_columns([text_key])
-        return stream.shard(world_size, rank) if rank < stream.num_shards else stream.take(0)
+        if settings["rank"] >= stream.num_shards:
+            return stream.take(0)
+        return stream.shard(nodes, settings["rank"])
     except Exception as error:
         fail(f"source {source} can't be opened: {brief(error)}")
 
 def brief(error):
-    """An exception in one line, with the file that datasets was reading, which only its frames know."""
+    """An exception in one line, with the file that datasets was at, which only its frames know."""
     file = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        reader = frame.f_locals.get("ex_iterable")
+        file, reader = frame.f_locals.get("file", file), frame.f_locals.get("ex_iterable")
         while hasattr(reader, "ex_iterable"):
             reader = reader.ex_iterable
-        files = getattr(reader, "kwargs", {})
-        files = files.get("files") or files.get("base_files") or [file]
-        file = files[min((getattr(reader, "_state_dict", 0) or {}).get("shard_idx", 0), len(files) - 1)]
-        file = frame.f_locals.get("file", file)
-    text = (str(error).strip().splitlines() or ["nothing in it"])[0]
-    return f"{file}: {text}" if file and isinstance(file, str) else f"{type(error).__name__}: {text}"
+        known = getattr(reader, "kwargs", {})
+        known = known.get("files") or known.get("base_files")
+        file = known[reader._state_dict["shard_idx"] % len(known)] if known else file
+    words = " ".join(str(error).split()[:40]) or "nothing in it"
+    return f"{file or type(error).__name__}: {words}"
 
 def read_groups(stream, text_key, place):
     """Yield (place, texts): some GROUP characters of text, and the stream's state before them."""
@@ -400,7 +301,7 @@ def read_groups(stream, text_key, place):
                 stream.load_state_dict(place)
             for row in stream:
                 if not isinstance(row.get(text_key, 0), str | None):
-                    fail(f"no text in a column {text_key!r}; pick --text_key from: {', '.join(row)}")
+                    fail(f"no text in column {text_key!r}; pick --text_key from: {', '.join(row)}")
                 texts.append(row[text_key] or "")
                 size += len(texts[-1]) + 1
                 if size >= GROUP:
@@ -413,11 +314,12 @@ def read_groups(stream, text_key, place):
         except Exception as error:  # what a network does is worth another try, from the last place
             failures += 1
             if failures > 5 or isinstance(error, (ValueError, TypeError, LookupError, EOFError)):
-                fail(f"{brief(error)}; finished shards are kept, and the same command goes on from them")
+                fail(f"{brief(error)}; finished shards are kept: mend it, then the same command "
+                     "goes on from them")
             print(f"{brief(error)}; trying again in {2 ** failures} s", file=sys.stderr, flush=True)
             time.sleep(2 ** failures)
 
-# --- The work ---------------------------------------------------------------------------------------
+# --- The work -------------------------------------------------------------------------------------
 
 def tokenize(texts):
     """The tokens of texts, <|endoftext|> before each."""
@@ -428,47 +330,46 @@ def tokenize(texts):
         except UnicodeEncodeError:  # a lone surrogate: this repairs it
             tokens = np.array(OWN.encoding.encode_ordinary(text), np.uint32)
         except BaseException as error:  # Rust's panics are no Exception
-            raise ValueError(f"the document that opens with {text[:40]!r}: {error}") from error
+            fail(f"the document that opens with {text[:40]!r} can't be tokenized: {error}")
         parts += [eot, tokens]
     tokens = np.concatenate(parts)
     if tokens.max() > 65535:
-        raise ValueError(f"token id {tokens.max()} is past uint16")
+        fail(f"token id {tokens.max()} is past a shard's 65535; choose another --tokenizer")
     return tokens.astype("<u2")
 
 def in_order(groups, encoding, threads):
-    """Yield (place, texts, tokens) in order, with threads at work at most FLIGHT characters ahead."""
+    """Yield (place, characters, tokens) in order, with threads at work FLIGHT characters ahead."""
     def take_encoding():  # threads that share one Encoding get half as much done
-        OWN.encoding = type(encoding)("own", pat_str=encoding._pat_str, mergeable_ranks=encoding.
-                                      _mergeable_ranks, special_tokens=encoding._special_tokens)
+        OWN.encoding = type(encoding)(
+            encoding.name, pat_str=encoding._pat_str, special_tokens=encoding._special_tokens,
+            mergeable_ranks=encoding._mergeable_ranks)
     flight, ahead = deque(), 0
     pool = ThreadPoolExecutor(threads, initializer=take_encoding)
     try:
         for place, texts in itertools.chain(groups, [(None, None)]):
             if texts:
-                flight.append((place, texts, pool.submit(tokenize, texts)))
-                ahead += sum(map(len, texts))
+                flight.append((place, sum(map(len, texts)), pool.submit(tokenize, texts)))
+                ahead += flight[-1][1]
             while flight and (ahead > FLIGHT or not texts):
-                place, done, future = flight.popleft()
-                ahead -= sum(map(len, done))
-                yield place, done, future.result()
+                place, size, future = flight.popleft()
+                ahead -= size
+                yield place, size, future.result()
     finally:
         pool.shutdown(cancel_futures=True)
 
-def read_meta(folder, settings, revision):
-    """What this node has done in the folder, or {}; fails where that was done with other settings."""
+def read_meta(folder, settings):
+    """What this node has done in the folder, or {}; fails where that was with other settings."""
     mine = {}
     for path in sorted(glob.glob(glob.escape(folder) + "/meta*.json")):
-        meta = json.loads(Path(path).read_text(encoding="utf-8"))
-        then = meta["settings"] | {"revision": meta["revision"]}
-        for key, now in (settings | {"revision": revision or then["revision"]}).items():
-            if key not in ("dataset", "num_proc", "rank") and then[key] != now:
-                fail(f"{folder} was begun with {key}={then[key]!r}, and this is {now!r}; put it back, "
-                     "delete the folder, or choose another --dataset")
-        mine = meta if then["rank"] == settings["rank"] else mine
+        then = json.loads(Path(path).read_text(encoding="utf-8"))
+        for key, now in settings.items():
+            if key not in ("dataset", "num_proc", "rank") and now not in (None, then[key]):
+                fail(f"{folder} was begun with {key}={then[key]!r}, and this is {now!r}; put it "
+                     "back, delete the folder, or choose another --dataset")
+        mine = then if then["rank"] == settings["rank"] else mine
     if not mine and settings["world_size"] == 1 and glob.glob(glob.escape(folder) + "/*.bin"):
         fail(f"{folder} holds shards from elsewhere; choose another --dataset")
-    for shard in mine.get("shards", ()):
-        path = os.path.join(folder, shard["file"])
+    for path in (os.path.join(folder, shard["file"]) for shard in mine.get("shards", ())):
         if os.path.exists(path + ".new"):  # killed after noting it, before showing it
             os.replace(path + ".new", path)
         if not os.path.exists(path):
@@ -478,44 +379,42 @@ def read_meta(folder, settings, revision):
 def write_meta(folder, meta):
     for key in ("documents", "tokens", "bytes"):
         meta[key] = sum(shard[key] for shard in meta["shards"])
-    alone, node = meta["settings"]["world_size"] == 1, meta["settings"]["rank"]
-    path = os.path.join(folder, "meta.json" if alone else f"meta_{node}.json")
-    write_file(path, json.dumps(meta, indent=1).encode("utf-8"))
+    name = "meta.json" if meta["world_size"] == 1 else f"meta_{meta['rank']}.json"
+    write_file(os.path.join(folder, name), json.dumps(meta, indent=1).encode("utf-8"))
 
 def write_shard(folder, meta, tokens, lengths, resume):
-    """The next shard: written aside, noted in meta, shown to readers. A kill undoes none of the steps."""
-    n, node, nodes = len(meta["shards"]), meta["settings"]["rank"], meta["settings"]["world_size"]
-    kind, number = ("train", 1 + node + (n - (node == 0)) * nodes) if n or node else ("val", 0)
-    name = f"{os.path.basename(os.path.abspath(folder))}_{kind}_{number:06}.bin"
+    """The next shard: written aside, noted in meta.json, shown to readers; no kill undoes a step."""
+    n, node = len(meta["shards"]), meta["rank"]
+    number = 1 + node + (n - (node == 0)) * meta["world_size"] if n or node else 0
+    name = f"{Path(folder).absolute().name}_{'train' if number else 'val'}_{number:06}.bin"
     header = np.array([MAGIC, 1, len(tokens)] + [0] * 253, "<i4")
     digest = hashlib.sha256(header)
     digest.update(tokens)
     parts = np.array_split(tokens, len(tokens) // 10**6 + 1)  # for small temporaries
+    meta["resume"] = resume
     meta["shards"].append({
         "file": name, "tokens": len(tokens), "sha256": digest.hexdigest(),
         "documents": sum(int(np.count_nonzero(part == meta["eot"])) for part in parts),
         "bytes": sum(int(lengths[part].sum()) for part in parts)})
-    meta["resume"] = resume
     path = os.path.join(folder, name)
     write_file(path + ".new", header, tokens)
     write_meta(folder, meta)
     os.replace(path + ".new", path)
 
 def main():
-    settings = configure(globals())
-    env = os.environ
+    settings, start, env = configure(globals()), time.time(), os.environ
     node = rank if rank >= 0 else int(env.get("RANK", env.get("SLURM_PROCID", 0)))
     nodes = world_size or int(env.get("WORLD_SIZE", env.get("SLURM_NTASKS", 1)))
-    settings |= {"rank": node, "world_size": nodes}
     if not 0 <= node < nodes or min(shard_size, val_tokens) < 1 or min(max_tokens, num_proc) < 0:
         fail(f"out of range: rank={node} of world_size={nodes}, shard_size={shard_size}, "
              f"val_tokens={val_tokens}, max_tokens={max_tokens} or num_proc={num_proc}")
     folder = dataset_dir(dataset)
     lock(folder, f".lock_{node}")
-    files = [source] if os.path.isfile(source) else sorted(filter(os.path.isfile, glob.glob(source)))
-    revision = (platform.python_version() if source == "pydocs" else files and
-                f"{len(files)} files, {sum(map(os.path.getsize, files))} bytes") or None
-    meta = read_meta(folder, settings, revision)
+    files = [source] if os.path.isfile(source) else sorted(glob.glob(source, recursive=True))
+    files = [file for file in files if os.path.isfile(file)]
+    revision = f"{len(files)} files, {sum(map(os.path.getsize, files))} bytes" if files else None
+    settings |= {"rank": node, "world_size": nodes, "revision": revision}
+    meta = read_meta(folder, settings)
     if meta and meta["resume"] is None:
         print(f"{folder} is finished: {meta['tokens']:,} tokens in {len(meta['shards'])} shards")
         return
@@ -525,74 +424,68 @@ def main():
     for token, i in encoding._mergeable_ranks.items():
         lengths[i] = len(token)
     if not meta:
-        if node == 0:
-            save_tokenizer(encoding, folder)
-        paths = [Path(folder, name) for name in TOKENIZER_FILES if node == 0]
-        if not revision:
+        if not files and source != "pydocs":
             try:
                 from huggingface_hub import HfApi
-                revision = HfApi().dataset_info(source).sha
+                settings["revision"] = HfApi().dataset_info(source).sha
             except Exception:
-                pass  # opening it says why
+                pass  # opening it will say why
         versions = {name: metadata.version(name) for name in ("tiktoken", "datasets", "numpy")}
-        meta = {key: settings[key] for key in ("source", "source_config", "split", "tokenizer")} | {
-            "revision": revision, "vocab_size": encoding.max_token_value + 1, "eot": encoding.eot_token,
-            "sha256": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths},
-            "versions": versions | {"python": platform.python_version()},
-            "settings": settings, "shards": [], "resume": {"place": None, "skip": 0}}
-    stream = open_source(source, files, source_config, split, text_key, meta["revision"], node, nodes)
+        meta = settings | {
+            "settings": settings, "versions": versions | {"python": platform.python_version()},
+            "vocab_size": encoding.max_token_value + 1, "eot": encoding.eot_token,
+            "sha256": save_tokenizer(encoding, folder) if node == 0 else {},
+            "shards": [], "tokens": 0, "bytes": 0, "resume": {"place": None, "skip": 0}}
+    stream = open_source(files, meta)
 
     from tqdm import tqdm
-    started, before = time.time(), dict(meta, tokens=0, bytes=0) | meta
-    skip = meta["resume"]["skip"]  # tokens of the first group that are in shards
-    seen = sum(shard["tokens"] for shard in meta["shards"]) - skip  # tokens before the current group
+    before, skip = meta["bytes"], meta["resume"]["skip"]  # tokens at the place that are in shards
+    seen = meta["tokens"] - skip  # tokens before the group at hand
     limit = max_tokens // nodes + (node < max_tokens % nodes) if max_tokens else sys.maxsize
     capacity = shard_size if node or meta["shards"] else val_tokens
     buffer, filled = np.empty(max(capacity, shard_size), "<u2"), 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     bar = tqdm(unit="B", unit_scale=True, disable=None)  # none where stderr is no terminal
     try:
         groups = read_groups(stream, text_key, meta["resume"]["place"])
-        for place, texts, tokens in in_order(groups, encoding, num_proc or os.cpu_count()):
+        for place, size, tokens in in_order(groups, encoding, num_proc or cores):
             tokens = tokens[:limit - seen]
             used = min(skip, len(tokens))
             skip -= used
             while used < len(tokens):
                 if filled == capacity:  # and there is more, so it isn't the last
-                    write_shard(folder, meta, buffer[:filled], lengths, {"place": place, "skip": used})
+                    resume = {"place": place, "skip": used}
+                    write_shard(folder, meta, buffer[:filled], lengths, resume)
                     filled, capacity = 0, shard_size
                 n = min(capacity - filled, len(tokens) - used)
                 buffer[filled:filled + n] = tokens[used:used + n]
                 filled, used = filled + n, used + n
             seen += len(tokens)
-            bar.update(sum(map(len, texts)))
+            bar.update(size)
             bar.set_postfix_str(f"{seen:,} tokens", refresh=False)
             if seen == limit:
                 break
-        # val would swallow a source as small as this, which is still all in the buffer: a tenth will do
-        rest, tenth = buffer[:filled], max(1, filled // 10)
-        if node == 0 and not meta["shards"]:
+        rest = buffer[:filled]
+        if node == 0 and not meta["shards"]:  # val would take it all: a tenth will do
             if filled < 2:
-                fail(f"{source} has {filled} tokens; val and train need 2 at least, thousands to be of use")
-            write_shard(folder, meta, rest[:tenth], lengths, {"place": None, "skip": tenth})
-            rest = rest[tenth:]
+                fail(f"{source} has {filled} tokens; val and train need 2 at least, 20,000 to be fit")
+            capacity = max(1, filled // 10)
         while len(rest):
-            part, rest = rest[:shard_size], rest[shard_size:]
-            write_shard(folder, meta, part, lengths,
-                        {"place": None, "skip": seen - len(rest)} if len(rest) else None)
+            part, rest, capacity = rest[:capacity], rest[capacity:], shard_size
+            resume = {"place": None, "skip": seen - len(rest)} if len(rest) else None
+            write_shard(folder, meta, part, lengths, resume)
         meta["resume"] = None
         write_meta(folder, meta)
-    except ValueError as error:
-        fail(f"{source}: {error}")
     except OSError as error:
-        fail(f"{folder}: {error.strerror}; make room, and the same command goes on from its last shard")
+        fail(f"{folder}: {error.strerror}; make room, then the same command goes on from there")
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from the last finished shard", file=sys.stderr)
         sys.exit(130)
-    seconds = time.time() - started
+    seconds = time.time() - start
+    speed = (meta["bytes"] - before) / 1e6 / seconds
     print(f"{folder}: {meta['documents']:,} documents, {meta['tokens']:,} tokens in "
-          f"{len(meta['shards'])} shards, {seconds:.1f} s, "
-          f"{(meta['bytes'] - before['bytes']) / 1e6 / seconds:.1f} MB/s; "
-          "that the last shard is short is normal")
+          f"{len(meta['shards'])} shards, {seconds:.1f} s, {speed:.1f} MB/s; "
+          "it is normal for the last shard to be short")
 
 if __name__ == "__main__":
     main()

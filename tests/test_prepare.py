@@ -186,7 +186,7 @@ BAD = {
     "no.parquet": (b"PAR1 but no more than that", "no.parquet"),
     "empty.jsonl": (b"", "nothing in it"),
     "columns.jsonl": (b'{"body": "a", "title": "b"}\n', "body, title"),
-    "number.jsonl": (b'{"text": 7}\n', "no text in a column 'text'"),
+    "number.jsonl": (b'{"text": 7}\n', "no text in column 'text'"),
     "cut.jsonl.gz": (gzip.compress(b'{"text": "a long enough line"}\n')[:20], "cut.jsonl"),
     "what.doc": (b"no known kind", "what.doc"),
 }
@@ -309,6 +309,7 @@ def spam(eggs):
     """Return spam.
 
         Indented by hand.
+    Eggs.
     """
 class Ham:
     "A \\ud800 surrogate."
@@ -323,8 +324,9 @@ raise SystemExit("imported")
     monkeypatch.setattr(os, "__file__", str(tmp_path / "os.py"))
     texts = prepare.pydocs()
     good, = (text for text in texts if text.startswith("good\n"))
-    assert good == (f"good\n\nModule {long}\n\n\nspam\n\nReturn spam.\n\n    Indented by hand."
-                    "\n\n\nHam\n\nA ? surrogate.\n\n\ncure\n\nWait.")
+    assert good.split("\n\n\n") == [
+        f"good\n\nModule {long}", "spam\n\nReturn spam.\n\n    Indented by hand.\nEggs.",
+        "Ham\n\nA ? surrogate.", "cure\n\nWait."]
     assert sum(long in text for text in texts) == 2
     assert len(texts) > 60  # the topics
     assert texts == prepare.pydocs()
@@ -365,7 +367,8 @@ def test_a_panic_names_the_document(main, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as exit:
         main(f"--source={source}")
     assert exit.value.code == 2
-    assert "'an unlucky one': stack overflow" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "'an unlucky one'" in error and "stack overflow" in error
 
 
 @pytest.mark.parametrize("last", [65535, 65536])
