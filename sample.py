@@ -126,7 +126,7 @@ def generate(model, prompts, seeds, max_new_tokens, vocab_size=None, compile=Fal
             return model.logits(x[:, -1])[:, :vocab_size]
 
     tokens = torch.zeros(B, longest + max_new_tokens, dtype=torch.long)
-    for row, prompt in zip(tokens, prompts):
+    for row, prompt in zip(tokens, prompts, strict=True):
         row[longest - len(prompt):longest] = torch.tensor(prompt)
     tokens = tokens.to(device)
     # all random numbers beforehand and on the CPU: the same on every device, and no waiting
@@ -161,7 +161,7 @@ def generate(model, prompts, seeds, max_new_tokens, vocab_size=None, compile=Fal
             if full:  # other positions, so other keys and values
                 fresh, window = empty(len(full)), tokens[full, begin[full[0]]:now]
                 logits[full] = read(model.hidden, window, starts[full], now, fresh)
-                for part, new in zip(cache, fresh):
+                for part, new in zip(cache, fresh, strict=True):
                     part[full] = new
         tokens[:, now] = choose(logits, draws[:, now - longest], **choice)
         yield tokens[:, now]
@@ -258,12 +258,13 @@ def main():
     began, count = time.perf_counter(), 0
     with file:
         for i in range(0, len(jobs), BATCH):
-            texts, ids, seeds = zip(*jobs[i:i + BATCH])
+            texts, ids, seeds = zip(*jobs[i:i + BATCH], strict=True)
             if show:
                 show(prompts[0])
             steps = generate(model, ids, seeds, max_new_tokens, encoding.n_vocab, compile,
                              temperature=temperature, top_k=top_k, top_p=top_p)
-            for prompt, tokens in zip(texts, collect(steps, len(ids), encoding, show)):
+            samples = collect(steps, len(ids), encoding, show)
+            for prompt, tokens in zip(texts, samples, strict=True):
                 text = encoding.decode_bytes(tokens).decode("utf-8", "replace")
                 print("" if show else prompt + text + "\n" + "-" * 15, flush=True)
                 if out:

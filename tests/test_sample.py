@@ -158,7 +158,7 @@ def test_a_row_depends_on_its_prompt_and_seed_alone(model):
     prompts = [prompt(length, length) for length in (3, 30, 12)]
     options = dict(temperature=0.9, top_k=50, top_p=0.9)
     together = rows(model, prompts, 2 * BLOCK, seeds=[5, 6, 7], **options)
-    for ids, seed, tokens in zip(prompts, [5, 6, 7], together):
+    for ids, seed, tokens in zip(prompts, [5, 6, 7], together, strict=True):
         assert rows(model, [ids], 2 * BLOCK, seeds=[seed], **options) == [tokens]
         assert rows(model, [ids], 20, seeds=[seed], **options) == [tokens[:20]]
 
