@@ -54,7 +54,7 @@ def clean(text):
     WikiHow's brackets out of a text, in the harness's order: what they leave isn't stripped again.
 
     >>> clean(" Boil an egg [title] Fill a pot. [step] Use cold  water. ")
-    'Boil an egg.  Fill a pot. Use cold water.'
+    'Boil an egg. Fill a pot. Use cold water.'
     """
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
@@ -90,11 +90,12 @@ def read_rows(source):
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0]
         at = f" in its line {number}: cut short, or another file" if number else ""
-        fail(f"hellaswag_data={source}: {type(error).__name__}: {reason}{at}; set hellaswag_data to "
-             "the path of hellaswag_val.jsonl, or with a network to Rowan/hellaswag")
+        fail(f"hellaswag_data={source}: {type(error).__name__}: {reason}{at}; it wants the path of "
+             "hellaswag_val.jsonl or, and a network, Rowan/hellaswag; in training "
+             "hellaswag_interval=0 does without")
     if len(rows) != EXPECTED:
-        fail(f"hellaswag_data={source}: {len(rows):,} rows in its validation split, not {EXPECTED:,};"
-             " cut short, or another set: delete it from the cache and try again")
+        fail(f"hellaswag_data={source}: {len(rows):,} validation rows instead of {EXPECTED:,}: cut "
+             "short, or another set; delete it from the cache and try again")
     return rows
 
 def load(source, encoding, block_size, protocol="nanogpt", limit=0):
@@ -268,8 +269,8 @@ def main():
             normalizer = logsumexp
         losses = evaluate(model, examples, batch_tokens, progress=True, logsumexp=normalizer)
     if not losses.isfinite().all():
-        fail(f"{directory}: losses that aren't finite, from a broken checkpoint or because they are "
-             f"too much for {compute}: try --dtype=float32")
+        fail(f"{directory}: losses that aren't finite: a broken checkpoint, or more than {compute} "
+             "holds; try --dtype=float32")
 
     result = score(examples, losses)
     for name in ("acc", "acc_norm"):
