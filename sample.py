@@ -95,9 +95,10 @@ def generate(model, prompts, seeds, max_new_tokens, vocab_size=None, compile=Fal
     """
     Continue prompts, B lists of 1 to block_size ids: yields (B,) int64 on the device a token.
 
-    A row depends on its prompt and seed alone, and goes on to the end; the caller cuts it at
-    <|endoftext|>. A row that has filled its window of block_size tokens goes on from the newer half
-    of them. Ids from vocab_size on are never chosen. choice: temperature, top_k, top_p.
+    A row depends on its prompt and seed alone (save for rounding, which in 16 bits may tip a choice)
+    and goes on to the end; the caller cuts it at <|endoftext|>. One that has filled its window of
+    block_size tokens goes on from the newer half of them. Ids from vocab_size on are never chosen.
+    choice: temperature, top_k, top_p.
 
     Nothing here waits for the device. The rows are aligned at their ends, and "time" counts their
     columns. The cache is a ring: the key and the value of time t lie in slot t % slots.
