@@ -95,7 +95,7 @@ def generate(model, prompts, seeds, max_new_tokens, vocab_size=None, compile=Fal
     """
     Continue prompts, B lists of 1 to block_size ids: yields (B,) int64 on the device a token.
 
-    A row depends on its prompt and seed alone (save for rounding, which in 16 bits may tip a choice)
+    A row depends on its prompt and seed alone, save for rounding (in 16 bits it may tip a choice),
     and goes on to the end; the caller cuts it at <|endoftext|>. One that has filled its window of
     block_size tokens goes on from the newer half of them. Ids from vocab_size on are never chosen.
     choice: temperature, top_k, top_p.
