@@ -90,9 +90,9 @@ def read_rows(source):
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0]
         at = f" in its line {number}: cut short, or another file" if number else ""
-        fail(f"hellaswag_data={source}: {type(error).__name__}: {reason}{at}; it wants the path of "
-             "hellaswag_val.jsonl or, and a network, Rowan/hellaswag; in training "
-             "hellaswag_interval=0 does without")
+        fail(f"hellaswag_data={source}: {type(error).__name__}: {reason}{at}; it takes the "
+             "path of hellaswag_val.jsonl, or a network for Rowan/hellaswag; to train without, "
+             "hellaswag_interval=0")
     if len(rows) != EXPECTED:
         fail(f"hellaswag_data={source}: {len(rows):,} validation rows instead of {EXPECTED:,}: cut "
              "short, or another set; delete it from the cache and try again")
@@ -134,9 +134,8 @@ def row_length(example):
 
 def make_batches(examples, batch_tokens):
     """
-    Indices into examples, batch by batch: like lengths together, so that there is little padding,
-    and the longest first, so that memory runs out at once or never. A batch has at most
-    batch_tokens, padding included, or one example.
+    Lists of indices: like lengths together, so that there is little padding, the longest first, so
+    that memory runs out at once or never. At most batch_tokens, padding included, or one example.
     """
     batches, longest = [], math.inf
     for i in sorted(range(len(examples)), key=lambda i: -row_length(examples[i])):
@@ -196,7 +195,7 @@ def evaluate(model, examples, batch_tokens=batch_tokens, rank=0, world_size=1, p
     weight, training = model.transformer.wte.weight, model.training
     # a slice of the vocabulary at a time, whose logits are summed while the cache holds them: on a
     # CPU faster than the matrix product alone if that has to write them all to memory
-    slices = weight[:model.config.vocab_size].split(2048 if weight.is_cpu else 16384)
+    slices = weight[:model.config.vocab_size].split(1024 if weight.is_cpu else 16384)
     losses = torch.zeros(len(examples), 4, dtype=torch.float64)
     batches = make_batches(examples, batch_tokens)[rank::world_size]
     model.eval()
@@ -226,10 +225,6 @@ def score(examples, losses):
         result[name] = p = (loss.argmin(-1) == labels).double().mean().item()
         result[name + "_stderr"] = math.sqrt(p * (1 - p) / max(len(examples) - 1, 1))
     return result
-
-def accuracy(model, examples, rank, world_size):
-    """What train.py logs: score() of the losses, the same on each rank."""
-    return score(examples, evaluate(model, examples, batch_tokens, rank, world_size))
 
 def main():
     from train import find_checkpoint, load_model, pick_device, pick_dtype
@@ -282,7 +277,10 @@ def main():
         norms = (losses / torch.tensor([example.lengths for example in examples])).tolist()
         rows = [dict(ind=example.ind, label=example.label, loss_sum=nats, loss_norm=norm)
                 for example, nats, norm in zip(examples, losses.tolist(), norms, strict=True)]
-        write_file(out, "".join(json.dumps(row) + "\n" for row in rows).encode())
+        try:
+            write_file(out, "".join(json.dumps(row) + "\n" for row in rows).encode())
+        except OSError as error:
+            fail(f"out={out}: {error.strerror}; the results above stand")
 
 if __name__ == "__main__":
     main()

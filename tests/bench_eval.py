@@ -1,5 +1,5 @@
 """
-hellaswag.py against the plain way: one example at a time, as four padded rows with all their logits.
+hellaswag.py against the plain way: one example at a time, four padded rows with all logits.
 
     python tests/bench_eval.py hellaswag_val.jsonl             500 rows, two to four minutes
     python tests/bench_eval.py hellaswag_val.jsonl --rows=100  shorter
@@ -31,7 +31,7 @@ PARTS = 4  # turns that each takes
 
 @torch.no_grad()
 def plain(model, examples):
-    """(n, 4) losses by transformers in float32: four rows padded to one length, all their logits."""
+    """(n, 4) losses by transformers in float32: four rows padded to one length, all logits."""
     losses = []
     for example in examples:
         rows = [example.context + ids for ids in example.endings]
@@ -104,7 +104,7 @@ def main():
             losses[name].append(run(part))
             seconds[name] += time.perf_counter() - began
 
-    print(f"\n{len(examples)} examples, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    print(f"\n{len(examples)} examples, {torch.get_num_threads()} threads, {torch.__version__}")
     print(f"{'':42} examples/s  times plain  products  same choice  largest loss difference")
     want = torch.cat(losses["plain, float32"])
     for name, run in runs.items():

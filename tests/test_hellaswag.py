@@ -235,7 +235,9 @@ def test_parity_of_cropped_contexts(tiny, data, gpt2):
 
 
 @pytest.mark.skipif(not VAL_500.exists(), reason="no hellaswag_val_500.jsonl")
-@pytest.mark.parametrize("protocol, limit", [("nanogpt", 500), ("lm_eval", 40)])
+@pytest.mark.parametrize("protocol, limit", [
+    ("nanogpt", 100), ("lm_eval", 40), pytest.param("nanogpt", 500, marks=pytest.mark.slow),
+    pytest.param("lm_eval", 500, marks=pytest.mark.slow)])
 def test_parity_on_the_validation_set(tiny, protocol, limit):
     a_token = check_parity(tiny, str(VAL_500), protocol, limit=limit)
     if protocol == "nanogpt":
