@@ -8,6 +8,7 @@ Text to uint16 token shards, the format of llm.c and modded-nanogpt, which train
 The same command goes on where a killed one stopped. Start it on several nodes by torchrun or srun
 (or with --rank and --world_size) and they share the source; put their shards into one folder.
 """
+import contextlib
 import glob
 import hashlib
 import itertools
@@ -16,7 +17,9 @@ import os
 import platform
 import random
 import re
+import shutil
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -50,7 +53,7 @@ EOT = "<|endoftext|>"
 MAGIC = 20240520  # opens llm.c's header of 256 int32: magic, version, token count, zeros
 HEADER = 1024  # its bytes
 GROUP = 1 << 18  # characters a thread takes at a time: some 15 ms
-FLIGHT = 1 << 25  # characters ahead at most: a second's work for two threads, to write a shard in
+FLIGHT = 1 << 24  # characters a thread that may wait: its work of a second, to write a shard in
 LOCKS = []  # open files, locked until the process ends
 OWN = threading.local()  # a thread's own Encoding
 Shard = namedtuple("Shard", "path offset tokens")  # offset: bytes before the first token
@@ -93,6 +96,61 @@ def read_tokens(shard, start, count):
     """Tokens [start, start + count), read and not mapped: a map's pages count as our memory."""
     return np.fromfile(shard.path, "<u2", count, offset=shard.offset + 2 * start)
 
+def mix(*keys):
+    """63 bits that look random and follow from keys."""
+    digest = hashlib.blake2b(repr(keys).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+def permute(i, n, key):
+    """Where a permutation of range(n) that key picks puts i: no table of n, so no limit on n."""
+    half = 1 << (n.bit_length() + 1) // 2
+    while True:  # a Feistel network permutes range(half * half); walk on until inside n
+        left, right = divmod(i, half)
+        for turn in range(4):
+            left, right = right, left ^ mix(key, turn, right) % half
+        i = left * half + right
+        if i < n:
+            return i
+
+class Windows:
+    """A split in windows of block_size + 1 tokens, neighbours sharing one: each is a target once."""
+
+    def __init__(self, folder, split, block_size, vocab_size):
+        self.shards, self.vocab_size = find_shards(folder, split), vocab_size
+        self.block_size = block_size
+        self.ends = np.cumsum([(shard.tokens - 1) // block_size for shard in self.shards])
+        if not len(self):
+            fail(f"{folder}: its longest {split} shard has {max(s.tokens for s in self.shards)} tokens, "
+                 f"block_size={block_size} needs {block_size + 1}: lower it, or prepare more text")
+        short = [os.path.basename(s.path) for s in self.shards if s.tokens <= block_size]
+        if short:
+            print(f"shorter than a window and passed over: {' '.join(short)}")
+
+    def __len__(self):
+        return int(self.ends[-1])
+
+    def read(self, indices, device="cpu"):
+        """Windows by number -> inputs and targets, (B, block_size) int64 each, on the device."""
+        import torch
+        tokens = np.empty((len(indices), self.block_size + 1), np.int64)
+        for row, i in zip(tokens, indices, strict=True):
+            n = int(np.searchsorted(self.ends, i, side="right"))
+            before = int(self.ends[n - 1]) if n else 0
+            row[:] = read_tokens(self.shards[n], (i - before) * self.block_size, len(row))
+            if row.max() >= self.vocab_size:  # inside a GPU it would be an assert without a name
+                fail(f"{self.shards[n].path}: token id {row.max()}, and the vocabulary has "
+                     f"{self.vocab_size}; prepare it anew with the model's tokenizer")
+        tokens = torch.from_numpy(tokens)
+        if "cuda" in device:  # pinned, it is copied without a wait
+            tokens = tokens.pin_memory().to(device, non_blocking=True)
+        tokens = tokens.to(device)
+        return tokens[:, :-1], tokens[:, 1:]
+
+    def sample(self, first, count, seed, device="cpu"):
+        """read() windows first, first + 1 ... of an endless stream of epochs, each shuffled anew."""
+        n, stream = len(self), range(first, first + count)
+        return self.read([permute(i % n, n, mix(seed, i // n)) for i in stream], device)
+
 def vocabulary(folder):
     """(vocab_size, eot) by the folder's vocab.json; GPT-2's where there is none."""
     path = Path(folder, "vocab.json")
@@ -111,10 +169,40 @@ def write_file(path, *parts):
     except OSError:
         Path(aside).unlink(missing_ok=True)  # a full disk needs the room
         raise
+    sync(os.path.dirname(path) or ".")
+
+def sync(path):
+    """Wait until a file or folder is on the disk."""
     if os.name == "posix":  # Windows can't open a folder, and needn't
-        folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+@contextlib.contextmanager
+def write_folder(path):
+    """A folder to fill, which is synced and renamed to path at the end; fails with path untouched."""
+    parent, name = os.path.split(path)
+    for left in glob.glob(glob.escape(parent) + "/tmp-*"):
+        shutil.rmtree(left)  # by a kill
+    aside = os.path.join(parent, f"tmp-{name}")
+    try:
+        os.makedirs(aside)
+        yield aside
+        for file in [*os.listdir(aside), ""]:
+            sync(os.path.join(aside, file))
+        os.rename(aside, path)
+        sync(parent)
+    except Exception as error:  # a full disk is an OSError, a RuntimeError or a SafetensorError
+        free = shutil.disk_usage(parent).free
+        shutil.rmtree(aside, ignore_errors=True)
+        fail(f"{path} can't be written, with {free:,} bytes free: {error}; what was there before is "
+             "untouched: make room and go on with --init_from=resume")
+
+def remove_folder(path):
+    """Remove a folder, out of sight first: whoever finds path finds all of it."""
+    aside = os.path.join(os.path.dirname(path), f"tmp-{os.path.basename(path)}")
+    os.rename(path, aside)
+    shutil.rmtree(aside)
 
 def lock(folder, name=".lock"):
     """Make the folder and hold it; the system lets go when the process ends, however it ends."""
@@ -214,6 +302,38 @@ def save_tokenizer(encoding, folder):
         write_file(os.path.join(folder, name), text)
     return {name: hashlib.sha256(text).hexdigest() for name, text in files.items()}
 
+def tokenizer_files(folder):
+    """{name: bytes} of a dataset's tokenizer; where it has none GPT-2's, if that can be had."""
+    if not os.path.exists(os.path.join(folder, "vocab.json")):
+        try:
+            import tiktoken
+            encoding = tiktoken.get_encoding("gpt2")
+        except Exception:
+            return {}
+        with tempfile.TemporaryDirectory() as folder:
+            save_tokenizer(encoding, folder)
+            return tokenizer_files(folder)
+    return {name: Path(folder, name).read_bytes() for name in TOKENIZER_FILES}
+
+def checkpoints_in(out_dir):
+    """The steps of the checkpoints in out_dir, in order."""
+    names = os.listdir(out_dir) if os.path.isdir(out_dir) else []
+    return sorted(int(name[11:]) for name in names if re.fullmatch(r"checkpoint-\d+", name))
+
+def find_checkpoint(out_dir, checkpoint="latest"):
+    """The directory of out_dir's "latest" or "best", or of a checkpoint by path or hub id."""
+    if checkpoint not in ("latest", "best"):
+        return fetch(checkpoint, ["*.json", "merges.txt", "model.safetensors"])
+    steps = checkpoints_in(out_dir)
+    if not steps:
+        fail(f"no checkpoint in {out_dir}; train first: python train.py --out_dir={out_dir}")
+    newest = os.path.join(out_dir, f"checkpoint-{steps[-1]}")
+    if checkpoint == "latest":
+        return newest
+    import torch  # the newest one knows which is the best
+    state = torch.load(os.path.join(newest, "trainer_state.pt"), weights_only=True, mmap=True)
+    return os.path.join(out_dir, f"checkpoint-{max(state['best']['step'], 0)}")
+
 # --- Sources --------------------------------------------------------------------------------------
 
 def pydocs():
@@ -243,8 +363,10 @@ def open_source(files, settings):
     os.environ["USE_TORCH"] = "0"  # else datasets imports torch, for a second and 200 MB
     import datasets
     from pyarrow.dataset import ParquetFragmentScanOptions
+    del os.environ["USE_TORCH"]
     datasets.disable_progress_bars()
-    logging.disable(logging.CRITICAL)  # what goes wrong is told by us, in one line
+    for name in ("datasets", "huggingface_hub"):  # what goes wrong is told by us, in one line
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     source, text_key, nodes = settings["source"], settings["text_key"], settings["world_size"]
     in_pieces = ParquetFragmentScanOptions(use_buffered_stream=True, pre_buffer=False)
     text = datasets.Features({text_key: datasets.Value("string")})
@@ -282,7 +404,8 @@ def brief(error):
     """An exception in one line, with the file that datasets was at, which only its frames know."""
     file = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        file, reader = frame.f_locals.get("file", file), frame.f_locals.get("ex_iterable")
+        here, reader = frame.f_locals.get("file"), frame.f_locals.get("ex_iterable")
+        file = here if isinstance(here, str) else file
         while hasattr(reader, "ex_iterable"):
             reader = reader.ex_iterable
         known = getattr(reader, "kwargs", {})
@@ -299,11 +422,12 @@ def read_groups(stream, text_key, place):
         try:
             if place:
                 stream.load_state_dict(place)
-            for row in stream:
-                if not isinstance(row.get(text_key, 0), str | None):
-                    fail(f"no text in column {text_key!r}; pick --text_key from: {', '.join(row)}")
-                texts.append(row[text_key] or "")
-                size += len(texts[-1]) + 1
+            for rows in stream.iter(8):  # faster than one by one
+                column = rows.get(text_key, [0])
+                if not all(isinstance(text, str | None) for text in column):
+                    fail(f"no text in column {text_key!r}; pick --text_key from: {', '.join(rows)}")
+                texts += [text or "" for text in column]  # a null is an empty document
+                size += sum(len(text) + 1 for text in texts[-len(column):])
                 if size >= GROUP:
                     after, failures = stream.state_dict(), 0
                     yield place, texts
@@ -323,39 +447,40 @@ def read_groups(stream, text_key, place):
 
 def tokenize(texts):
     """The tokens of texts, <|endoftext|> before each."""
-    eot, parts = np.array([OWN.encoding.eot_token], np.uint32), []
-    for text in texts:
-        try:  # lets other threads run, and makes no Python ints
-            tokens = OWN.encoding.encode_to_numpy(text, disallowed_special=())
-        except UnicodeEncodeError:  # a lone surrogate: this repairs it
-            tokens = np.array(OWN.encoding.encode_ordinary(text), np.uint32)
-        except BaseException as error:  # Rust's panics are no Exception
-            fail(f"the document that opens with {text[:40]!r} can't be tokenized: {error}")
-        parts += [eot, tokens]
-    tokens = np.concatenate(parts)
+    text = OWN.mark + OWN.mark.join(texts)
+    try:  # one call for all: it lets other threads run, and makes no Python ints
+        tokens = OWN.encoding.encode_to_numpy(text, allowed_special="all")
+    except UnicodeEncodeError:  # lone surrogates, mended as tiktoken does it
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        tokens = OWN.encoding.encode_to_numpy(text, allowed_special="all")
+    except BaseException as error:  # Rust's panics are no Exception
+        fail(f"can't tokenize {len(texts)} documents from {texts[0][:40]!r} on: {error}")
     if tokens.max() > 65535:
         fail(f"token id {tokens.max()} is past a shard's 65535; choose another --tokenizer")
     return tokens.astype("<u2")
 
 def in_order(groups, encoding, threads):
-    """Yield (place, characters, tokens) in order, with threads at work FLIGHT characters ahead."""
-    def take_encoding():  # threads that share one Encoding get half as much done
+    """Yield (place, characters, tokens) in order, with the threads at work some way ahead."""
+    def own_encoding():
+        """Threads that share an Encoding get half as much done. <|endoftext|> in text is text."""
+        OWN.mark = f"<{os.urandom(16).hex()}>"
         OWN.encoding = type(encoding)(
-            encoding.name, pat_str=encoding._pat_str, special_tokens=encoding._special_tokens,
-            mergeable_ranks=encoding._mergeable_ranks)
+            encoding.name, pat_str=encoding._pat_str, mergeable_ranks=encoding._mergeable_ranks,
+            special_tokens={OWN.mark: encoding.eot_token})
     flight, ahead = deque(), 0
-    pool = ThreadPoolExecutor(threads, initializer=take_encoding)
+    pool = ThreadPoolExecutor(threads, initializer=own_encoding)
     try:
         for place, texts in itertools.chain(groups, [(None, None)]):
             if texts:
                 flight.append((place, sum(map(len, texts)), pool.submit(tokenize, texts)))
                 ahead += flight[-1][1]
-            while flight and (ahead > FLIGHT or not texts):
+            while flight and (ahead > FLIGHT * threads or not texts):
                 place, size, future = flight.popleft()
                 ahead -= size
                 yield place, size, future.result()
     finally:
         pool.shutdown(cancel_futures=True)
+        groups.close()  # a stream left open can abort the interpreter's exit
 
 def read_meta(folder, settings):
     """What this node has done in the folder, or {}; fails where that was with other settings."""
@@ -383,10 +508,11 @@ def write_meta(folder, meta):
     write_file(os.path.join(folder, name), json.dumps(meta, indent=1).encode("utf-8"))
 
 def write_shard(folder, meta, tokens, lengths, resume):
-    """The next shard: written aside, noted in meta.json, shown to readers; no kill undoes a step."""
+    """The next shard: written aside, noted in meta, shown to readers; a kill undoes no step."""
     n, node = len(meta["shards"]), meta["rank"]
     number = 1 + node + (n - (node == 0)) * meta["world_size"] if n or node else 0
-    name = f"{Path(folder).absolute().name}_{'train' if number else 'val'}_{number:06}.bin"
+    name = os.path.basename(os.path.abspath(folder))
+    name = f"{name}_{'train' if number else 'val'}_{number:06}.bin"
     header = np.array([MAGIC, 1, len(tokens)] + [0] * 253, "<i4")
     digest = hashlib.sha256(header)
     digest.update(tokens)
@@ -405,7 +531,8 @@ def main():
     settings, start, env = configure(globals()), time.time(), os.environ
     node = rank if rank >= 0 else int(env.get("RANK", env.get("SLURM_PROCID", 0)))
     nodes = world_size or int(env.get("WORLD_SIZE", env.get("SLURM_NTASKS", 1)))
-    if not 0 <= node < nodes or min(shard_size, val_tokens) < 1 or min(max_tokens, num_proc) < 0:
+    if not (0 <= node < nodes and 0 < min(shard_size, val_tokens) and max_tokens >= 0 <= num_proc
+            and max(shard_size, val_tokens) < 2**31):  # a header counts in int32
         fail(f"out of range: rank={node} of world_size={nodes}, shard_size={shard_size}, "
              f"val_tokens={val_tokens}, max_tokens={max_tokens} or num_proc={num_proc}")
     folder = dataset_dir(dataset)
@@ -440,7 +567,7 @@ def main():
 
     from tqdm import tqdm
     before, skip = meta["bytes"], meta["resume"]["skip"]  # tokens at the place that are in shards
-    seen = meta["tokens"] - skip  # tokens before the group at hand
+    seen, documents = meta["tokens"] - skip, 0  # seen: tokens before the group at hand
     limit = max_tokens // nodes + (node < max_tokens % nodes) if max_tokens else sys.maxsize
     capacity = shard_size if node or meta["shards"] else val_tokens
     buffer, filled = np.empty(max(capacity, shard_size), "<u2"), 0
@@ -456,19 +583,21 @@ def main():
                 if filled == capacity:  # and there is more, so it isn't the last
                     resume = {"place": place, "skip": used}
                     write_shard(folder, meta, buffer[:filled], lengths, resume)
+                    bar.write(f"{meta['shards'][-1]['file']}: {meta['tokens']:,} tokens so far")
                     filled, capacity = 0, shard_size
                 n = min(capacity - filled, len(tokens) - used)
                 buffer[filled:filled + n] = tokens[used:used + n]
                 filled, used = filled + n, used + n
             seen += len(tokens)
+            documents += np.count_nonzero(tokens == meta["eot"])
             bar.update(size)
-            bar.set_postfix_str(f"{seen:,} tokens", refresh=False)
+            bar.set_postfix_str(f"{documents:,} documents, {seen:,} tokens", refresh=False)
             if seen == limit:
                 break
         rest = buffer[:filled]
         if node == 0 and not meta["shards"]:  # val would take it all: a tenth will do
             if filled < 2:
-                fail(f"{source} has {filled} tokens; val and train need 2 at least, 20,000 to be fit")
+                fail(f"{source} has {filled} tokens; val and train need 2, and 20,000 to be of use")
             capacity = max(1, filled // 10)
         while len(rest):
             part, rest, capacity = rest[:capacity], rest[capacity:], shard_size

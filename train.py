@@ -5,15 +5,16 @@ GPT-2: the model and its training loop.
     torchrun --standalone --nproc_per_node=8 train.py config/fineweb_small.py     eight GPUs
 """
 import atexit
+import importlib.util
 import json
 import math
 import os
 import re
-import shutil
 import signal
 import sys
 import time
 from dataclasses import make_dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from config import configure, fail
 from prepare import (Windows, checkpoints_in, dataset_dir, find_checkpoint, load_tokenizer, lock,
-                     mix, tokenizer_files, vocabulary, write_file, write_folder)
+                     mix, remove_folder, tokenizer_files, vocabulary, write_file, write_folder)
 
 # data and output
 dataset = "fineweb_small"  # folder of shards: data/<dataset>, or a path
@@ -74,7 +75,6 @@ GPTConfig = make_dataclass("GPTConfig", ["block_size", "vocab_size", "n_layer", 
 
 class Block(nn.Module):
     """Attention, then an MLP: each reads the residual stream through a LayerNorm and adds to it."""
-
     def __init__(self, config):
         super().__init__()
         self.config, C = config, config.n_embd
@@ -99,7 +99,6 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     """GPT-2 in Hugging Face's parameter names; the output matrix is the token embedding."""
-
     def __init__(self, config):
         super().__init__()
         self.config = config
@@ -148,8 +147,7 @@ TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # (in, out) in H
 def load_model(directory, block_size=0):
     """A GPT (float32, CPU, eval mode) from any GPT2LMHeadModel directory, cropped to block_size."""
     try:
-        with open(os.path.join(directory, "config.json"), encoding="utf-8") as f:
-            hf = json.load(f)
+        hf = json.loads(Path(directory, "config.json").read_text(encoding="utf-8"))
         plain = dict(model_type="gpt2", activation_function="gelu_new", layer_norm_epsilon=1e-5,
                      scale_attn_by_inverse_layer_idx=False)
         if plain != plain | {key: hf[key] for key in plain if key in hf}:
@@ -190,13 +188,6 @@ def save_checkpoint(directory, model, tokenizer, eot, **state):
 
 # --- Optimization and hardware --------------------------------------------------------------------
 
-def to_device(tokens, device):
-    """Windows (B, T + 1) -> inputs and targets, (B, T) each, on the device."""
-    tokens = torch.from_numpy(tokens)
-    if "cuda" in device:  # pinned, it is copied without a wait
-        tokens = tokens.pin_memory().to(device, non_blocking=True)
-    return tokens.to(device)[:, :-1], tokens.to(device)[:, 1:]
-
 def make_optimizers(model, name, weight_decay, betas):
     """[AdamW], decaying tensors of two or more dimensions; "muon" takes the blocks' matrices."""
     params = dict(model.named_parameters())
@@ -231,7 +222,7 @@ def pick_dtype(dtype, device):
     """The compute dtype's name; "auto" takes bfloat16 where the hardware has it, not emulated."""
     cuda = device.startswith("cuda")
     bf16 = (torch.cuda.is_bf16_supported(including_emulation=False) if cuda
-            else device == "cpu" and torch.cpu._is_avx512_bf16_supported())
+            else device == "cpu" and torch.cpu._is_amx_tile_supported())
     best = "bfloat16" if bf16 else "float16" if cuda else "float32"
     known = ("auto", "float32", "float16", "bfloat16" if bf16 or not cuda else best)
     if dtype not in known:
@@ -252,6 +243,8 @@ def main():
             fail(f"{key}={value}: has to be {int(key in sizes)} or more")
     if n_embd % n_head or max(dropout, beta1, beta2) >= 1 or optimizer not in ("adamw", "muon"):
         fail(f"{n_embd=} over {n_head=}, {dropout=}, {beta1=}, {beta2=} or {optimizer=} can't be")
+    if tracker and (tracker not in ("wandb", "trackio") or not importlib.util.find_spec(tracker)):
+        fail(f"tracker={tracker}: wandb or trackio, which pip install {tracker} brings, or none")
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     place = pick_device(device)
     if place == "cuda":
@@ -276,7 +269,7 @@ def main():
     if steps and not resume:
         fail(f"{out_dir} holds a run: go on by --init_from=resume, or choose another --out_dir")
     folder = dataset_dir(dataset)
-    vocab_size, eot = vocabulary(folder)
+    (vocab_size, eot), tokenizer = vocabulary(folder), tokenizer_files(folder)
     torch.manual_seed(seed)
     if resume or init_from not in ("scratch", "auto"):
         source = find_checkpoint(out_dir, "latest" if resume else init_from)
@@ -328,10 +321,11 @@ def main():
     tracking = __import__(tracker) if tracker and rank == 0 else None
     if tracking:
         tracking.init(project="finegpt", name=os.path.basename(out_dir), config=settings)
-    log_path = os.path.join(out_dir, "log.jsonl") if rank == 0 else os.devnull
-    if os.path.exists(log_path):  # rows past the checkpoint will come again
-        with open(log_path, encoding="utf-8") as f:
-            rows = [row for row in f if row.endswith("\n") and json.loads(row)["step"] <= step]
+        atexit.register(tracking.finish)
+    log_path = Path(out_dir, "log.jsonl") if rank == 0 else Path(os.devnull)
+    if rank == 0 and log_path.exists():  # rows past the checkpoint will come again
+        rows = [row for row in log_path.read_text(encoding="utf-8").splitlines(keepends=True)
+                if resume and row.endswith("\n") and json.loads(row)["step"] <= step]
         write_file(log_path, "".join(rows).encode())
     log_file = open(log_path, "a", encoding="utf-8")
 
@@ -350,7 +344,8 @@ def main():
         asked.append(signum)
     signal.signal(signal.SIGINT, ask)
     signal.signal(signal.SIGTERM, ask)
-    mean, works, left, clock, clock_step = None, not compile, "?", time.perf_counter(), step
+    mean = lr = norm = None  # of the last step made here
+    works, left, clock, clock_step = not compile, "?", time.perf_counter(), step
     bad = torch.zeros((), dtype=torch.int64, device=place)  # the first step gone wrong
     while True:
         # look: report, evaluate and save what is due at this step
@@ -358,8 +353,8 @@ def main():
         reduce(stop, op=dist.ReduceOp.MAX)  # all leave at the same step
         last = step >= max_iters or patience and best["stale"] >= patience
         fresh = mean is not None or not resume  # else all was done before the checkpoint
-        every = {key: settings[f"{key}_interval"] for key in ("log", "eval", "hellaswag", "save")}
-        due = {key for key, n in every.items() if fresh and n and (step % n == 0 or last)}
+        due = {key for key in ("log", "eval", "hellaswag", "save")
+               if fresh and (n := settings[f"{key}_interval"]) and (step % n == 0 or last)}
         due |= {"log"} if step == 1 and log_interval else set()
         if (due or stop) and bad.item():  # read only now: a look at each step would stall the GPU
             fail(f"step {bad.item()}: the loss or the gradient norm is not finite; the checkpoints "
@@ -367,17 +362,15 @@ def main():
         if "log" in due and mean is not None:
             row = dict(loss=mean.item(), lr=lr, grad_norm=norm.item())  # waits for the device
             seconds = (time.perf_counter() - clock) / (step - clock_step)
-            row |= dict(tokens=step * total_batch_size, ms=1000 * seconds,
-                        tok_per_sec=total_batch_size / seconds)
-            if peak:
-                row["mfu"] = flops * row["tok_per_sec"] / peak / world_size
-            left = f"{(max_iters - step) * seconds / 60:.1f} min"
+            speed, left = total_batch_size / seconds, f"{(max_iters - step) * seconds / 60:.1f} min"
+            row |= dict(tokens=step * total_batch_size, ms=1000 * seconds, tok_per_sec=speed)
+            row |= {"mfu": flops * speed / peak / world_size} if peak else {}
             report(**row)
         model.eval()
         if "eval" in due:
             count, total = min(len(val_data), max(1, eval_tokens // c.block_size)), torch.zeros(1)
-            for first in range(rank * batch_size, count, batch_size * world_size):
-                x, y = to_device(val_data.read(range(first, min(first + batch_size, count))), place)
+            for first in range(rank * B, count, B * world_size):
+                x, y = val_data.read(range(first, min(first + B, count)), place)
                 with context, torch.no_grad():
                     total += len(x) * model(x, y).item()
             reduce(total)
@@ -388,16 +381,17 @@ def main():
             last = last or patience and best["stale"] >= patience
         if "hellaswag" in due:
             with context:
-                acc = hellaswag.accuracy(model, examples, rank, world_size)
-            report(hellaswag_acc=acc["acc"], hellaswag_acc_norm=acc["acc_norm"])
+                losses = hellaswag.evaluate(model, examples, B * c.block_size, rank, world_size)
+            found = hellaswag.score(examples, losses)
+            report(hellaswag_acc=found["acc"], hellaswag_acc_norm=found["acc_norm"])
         model.train()
         if rank == 0 and fresh and (last or stop or "save" in due or best["step"] == step):
-            save_checkpoint(f"{out_dir}/checkpoint-{step}", model, tokenizer_files(folder), eot,
+            save_checkpoint(f"{out_dir}/checkpoint-{step}", model, tokenizer, eot,
                             step=step, best=best, settings=settings, shards=shards,
                             scaler=scaler.state_dict(),
                             optimizers=[one.state_dict()["state"] for one in optimizers])
             for old in set(checkpoints_in(out_dir)[:-max(1, keep_checkpoints)]) - {best["step"]}:
-                shutil.rmtree(f"{out_dir}/checkpoint-{old}")
+                remove_folder(f"{out_dir}/checkpoint-{old}")
         if last or stop:
             break
         if due:
@@ -412,24 +406,26 @@ def main():
             try:
                 for micro in range(micro_steps):
                     first = step * sequences + (micro * world_size + rank) * B
-                    x, y = to_device(train_data.sample(first, B, seed), place)
+                    x, y = train_data.sample(first, B, seed, place)
                     if world_size > 1:  # set before forward, which reads it too
                         engine.require_backward_grad_sync = micro == micro_steps - 1
                     with context:
                         loss = engine(x, y) / micro_steps
-                    scaler.scale(loss).backward()
                     total += loss.detach()
+                    scaler.scale(loss).backward()
                 mean, works = total, True
             except torch.OutOfMemoryError:
                 if B == 1 or world_size > 1:
                     fail("out of memory: lower --batch_size, or add --gradient_checkpointing=True")
                 B = next(b for b in range(B // 2, 0, -1) if sequences % b == 0)
+                loss = None  # holds the activations
                 print(f"out of memory: going on with batch_size={B}, as many tokens a step")
             except Exception as error:
                 if works:
                     raise
                 print(f"torch.compile failed, going on without: {str(error).splitlines()[0]}")
-                works, engine = True, model
+                works = True
+                torch.compiler.set_stance("force_eager")
         reduce(mean)
         mean /= world_size
         lr = get_lr(step, learning_rate, min_lr, warmup_iters, max_iters)
@@ -445,9 +441,9 @@ def main():
         scaler.update()
         step += 1
         bad = torch.where((bad > 0) | mean.isfinite() & (norm.isfinite() | half), bad, step)
-    if stop:
-        print(f"stopped at step {step}; to go on: python {' '.join(sys.argv)} --init_from=resume")
-        sys.exit(128 + int(stop))
+    command = f"{'torchrun ...' if world_size > 1 else 'python'} {' '.join(sys.argv)}"
+    print(f"{out_dir}: step {step}; to go on: {command} --init_from=resume" if stop else "finished")
+    sys.exit(128 + int(stop) if stop else 0)
 
 if __name__ == "__main__":
     main()

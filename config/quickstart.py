@@ -1,3 +1,9 @@
+# A small GPT-2 that learns to write like Python's documentation, from the copy inside your Python.
+#
+#   python prepare.py config/quickstart.py && python train.py config/quickstart.py
+#   python sample.py config/quickstart.py
+#
+# Hardware: two CPU cores. Time: TODO. Outcome: TODO.
 dataset = "quickstart"
 source = "pydocs"
 tokenizer = "bytes"

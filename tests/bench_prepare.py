@@ -3,13 +3,14 @@ prepare.py against the tokenizer's own speed, in one interleaved run. Not a test
 
     python tests/bench_prepare.py FILE.parquet [--repeat=4] [--rounds=3]
 
-(a) prepare.py with 2 threads, from Parquet (the file repeat times) to synced shards
-(b) bare tiktoken on the same texts, already in memory, in two processes, nothing written: the ceiling
+(a) prepare.py with 2 threads, from Parquet (the file, repeat times) to synced shards
+(b) bare tiktoken in two processes, the same texts in memory, nothing written: the ceiling
 (c) a pool of two workers that maps encode_ordinary over documents and sends arrays back, as public
-    scripts do, with the texts in memory and nothing written
+    scripts do; texts in memory, nothing written
 
-All clocks start when the imports are done and the processes are up. CPU seconds are those of all
-threads and processes over the same time: on a shared machine they are the steadier measure.
+All clocks start when imports are done, processes up and tokenizers loaded: for (a) when it opens
+the source. CPU seconds are those of all threads and processes over the same time: on a machine that
+is shared they are the steadier measure.
 """
 import json
 import multiprocessing
@@ -19,7 +20,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -32,9 +32,14 @@ ENCODING = None  # a worker's
 COMMAND = """
 import json, os, resource, sys, time
 sys.path.insert(0, sys.argv.pop(1))
+os.environ["USE_TORCH"] = "0"
 import datasets, tiktoken, tqdm, prepare
-start, cpu = time.time(), time.process_time()
-prepare.main.__globals__["__file__"] = prepare.__file__
+open_source = prepare.open_source
+def opening(*args):
+    global start, cpu
+    start, cpu = time.time(), time.process_time()
+    return open_source(*args)
+prepare.open_source = opening
 prepare.main()
 used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 used /= 2**20 if sys.platform == "darwin" else 2**10
@@ -64,8 +69,8 @@ def ordinary(text):
 
 
 def run_prepare(files, folder):
-    command = [sys.executable, "-c", COMMAND, str(REPO), f"--source={files}/*.parquet", "--num_proc=2",
-               f"--dataset={folder}", "--tokenizer=gpt2"]
+    command = [sys.executable, "-c", COMMAND, str(REPO), f"--source={files}/*.parquet",
+               "--num_proc=2", f"--dataset={folder}", "--tokenizer=gpt2"]
     done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -95,9 +100,10 @@ def run_pool(texts, repeat):
         seconds, own = time.time() - start, os.times()
         pool.close()
         pool.join()
-    after = os.times()  # of workers only once they are joined
-    workers = after.children_user + after.children_system - before.children_user
-    return seconds, own.user + own.system - before.user - before.system + workers - before.children_system
+    after = os.times()  # holds the workers' once they are joined
+    cpu = own.user + own.system - before.user - before.system
+    cpu += after.children_user - before.children_user
+    return seconds, cpu + after.children_system - before.children_system
 
 
 def main():

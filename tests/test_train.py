@@ -238,7 +238,7 @@ def test_schedule(warmup, end):
 def test_dtype_and_device_choice(monkeypatch, capsys):
     def choice(dtype, device, cuda=False, cpu=False):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: cuda)
-        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: cpu)
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: cpu)
         return train.pick_dtype(dtype, device)
     assert choice("auto", "cuda:1", cuda=True) == "bfloat16"
     assert choice("auto", "cuda", cuda=False) == "float16"
@@ -274,12 +274,13 @@ def test_an_epoch_shows_every_window_once_and_epochs_differ(toy):
     data = prepare.Windows("data/toy", "train", 16, 257)
     n = len(data)
     assert n == (600 - 1) // 16 + (430 - 1) // 16
-    epochs = [[tuple(row) for row in data.sample(e * n, n, seed=7)] for e in range(3)]
-    windows = sorted(tuple(row) for row in data.read(range(n)))
+    epochs = [[tuple(row.tolist()) for row in data.sample(e * n, n, seed=7)[0]] for e in range(3)]
+    windows = sorted(tuple(row.tolist()) for row in data.read(range(n))[0])
     assert all(sorted(epoch) == windows for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
-    flat = np.concatenate([row[:-1] for row in data.read(range(37))])  # the first shard, in order
-    assert np.array_equal(flat, prepare.read_tokens(data.shards[0], 0, 37 * 16))
+    x, y = data.read(range(37))  # the first shard, in order
+    assert np.array_equal(x.flatten(), prepare.read_tokens(data.shards[0], 0, 37 * 16))
+    assert np.array_equal(y.flatten(), prepare.read_tokens(data.shards[0], 1, 37 * 16))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 16, 17, 255, 256, 257, 1000])

@@ -1,0 +1,27 @@
+# A mid-size run on local text: 30M parameters, a CPU overnight or a small GPU in half an hour.
+#
+#   python prepare.py config/books.py --source='books/*.txt'
+#   python train.py config/books.py
+#   python sample.py config/books.py --start='It was'
+#
+# Hardware: two CPU cores, or any GPU. Time and outcome: not measured yet; your books decide.
+dataset = "books"
+out_dir = "out/books"
+source = "books/*.txt"
+val_tokens = 500_000
+init_from = "auto"
+
+n_layer = 6
+n_head = 6
+n_embd = 384
+block_size = 256
+batch_size = 16
+total_batch_size = 16 * 256 * 2
+max_iters = 3000
+optimizer = "muon"
+learning_rate = 2e-3
+min_lr = 2e-4
+warmup_iters = 100
+eval_interval = 250
+eval_tokens = 131_072
+save_interval = 250

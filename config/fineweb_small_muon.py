@@ -1,0 +1,13 @@
+# GPT-2 small, 124M, with Muon for the blocks' matrices: fewer tokens to the same loss.
+#
+#   python prepare.py config/fineweb_small.py        the same shards serve
+#   torchrun --standalone --nproc_per_node=8 train.py config/fineweb_small_muon.py
+#
+# Hardware and time: as fineweb_small.py.
+# Outcome: not measured at this size. What we measured at a smaller one stands in the README.
+from config.fineweb_small import *  # noqa: F403
+
+out_dir = "out/fineweb_small_muon"
+optimizer = "muon"
+learning_rate = 2e-3  # Muon is scaled to AdamW's step size and bears a higher peak
+min_lr = 2e-4

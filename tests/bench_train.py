@@ -1,0 +1,270 @@
+"""
+Tokens a second of train.py's real step, against two yardsticks measured in the same run.
+
+    python tests/bench_train.py                    6 layers of 384, gpt2 vocabulary, batch 8 x 256
+    python tests/bench_train.py --device=cuda      124M, batch 16 x 1024; about 4 minutes
+    python tests/bench_train.py --what=scaling     ms a step against sizes; loader against corpus size
+
+Variants of train.py run as the commands people type, in turn, round after round; a figure is the
+median of its rounds. The bare loop is what one writes in an evening: the plain model compiled whole,
+bf16 autocast, cross-entropy on float logits, fused AdamW, clip. The ceiling is the matrix products of
+a step alone, at their real shapes.
+"""
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+
+import train  # noqa: E402
+
+SIZES = {"cpu": dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=8),
+         "cuda": dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=16)}
+V = 50257
+
+
+def flags(settings):
+    return [f"--{key}={value}" for key, value in settings.items()]
+
+
+def make_data(folder, tokens=2_000_000):
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240520, 1, tokens
+    (folder / "data/bench").mkdir(parents=True)
+    for name in ("val_000000", "train_000001"):
+        ids = np.random.default_rng(0).integers(0, V, tokens, dtype="<u2")
+        (folder / f"data/bench/bench_{name}.bin").write_bytes(header.tobytes() + ids.tobytes())
+
+
+def run_train(folder, size, device, steps, **more):
+    """train.py for some steps as a command -> seconds a step (its log's, the first ones left out), peak MB."""
+    T, B = size["block_size"], size["batch_size"]
+    settings = dict(size, total_batch_size=B * T, max_iters=steps, eval_interval=0, save_interval=0,
+                    log_interval=1, warmup_iters=0, dataset="bench", device=device, out_dir="out/bench") | more
+    subprocess.run(["rm", "-rf", folder / "out/bench"], check=True)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, ROOT / "train.py", *flags(settings)], cwd=folder,
+                          capture_output=True, text=True, env={**os.environ, "TIKTOKEN_CACHE_DIR": "/none"})
+    if done.returncode:
+        sys.exit(done.stderr)
+    rows = [json.loads(line) for line in (folder / "out/bench/log.jsonl").open()]
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (statistics.median(row["ms"] for row in rows[3:]) / 1000,
+            after.ru_maxrss / 1024 if after.ru_maxrss > before.ru_maxrss else float("nan"))
+
+
+def bare_loop(size, device, steps):
+    """Seconds a step of the yardstick, and of a fresh process: this function is its own command."""
+    torch.manual_seed(0)
+    T, B = size["block_size"], size["batch_size"]
+    shape = size["n_layer"], size["n_head"], size["n_embd"]
+    model = train.GPT(train.GPTConfig(T, V, *shape, 0.0, False)).to(device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), fused=True)
+
+    def loss_of(x, y):
+        with torch.autocast(device, torch.bfloat16):
+            logits = F.linear(model.hidden(x), model.transformer.wte.weight)
+        return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
+
+    compiled, times = torch.compile(loss_of), []
+    for _ in range(steps):
+        batch = torch.randint(0, V, (B, T + 1), device=device)
+        begun = time.perf_counter()
+        loss = compiled(batch[:, :-1], batch[:, 1:])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times[3:])
+
+
+def products(size, device, dtype):
+    """The matrix products of a step, forward and both of backward, as functions to call."""
+    C, T, B, L, H = (size[k] for k in ("n_embd", "block_size", "batch_size", "n_layer", "n_head"))
+    N, kw = B * T, dict(device=device, dtype=dtype)
+    calls = []
+    for n_in, n_out, times in ((C, 3 * C, L), (C, C, L), (C, 4 * C, L), (4 * C, C, L), (C, 50304, 1)):
+        x, w, g = torch.randn(N, n_in, **kw), torch.randn(n_out, n_in, **kw), torch.randn(N, n_out, **kw)
+        calls += [(lambda x=x, w=w: x @ w.t(), times), (lambda g=g, w=w: g @ w, times),
+                  (lambda g=g, x=x: g.t() @ x, times)]
+    q, s = torch.randn(B * H, T, C // H, **kw), torch.randn(B * H, T, T, **kw)
+    calls += [(lambda: q @ q.transpose(1, 2), 2 * L), (lambda: s @ q, 4 * L)]
+    return calls
+
+
+def ceiling(size, device, dtype):
+    """Seconds that the products of one step take alone."""
+    total = 0.0
+    for call, times in products(size, device, getattr(torch, dtype)):
+        call()
+        taken = []
+        for _ in range(3):
+            if device == "cuda":
+                torch.cuda.synchronize()
+            begun = time.perf_counter()
+            call()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            taken.append(time.perf_counter() - begun)
+        total += times * min(taken)
+    return total
+
+
+def throughput(folder, device, rounds):
+    size, steps = SIZES[device], 12 if device == "cpu" else 40
+    T, B = size["block_size"], size["batch_size"]
+    best = train.pick_dtype("auto", device)
+    variants = {f"train.py ({best}, compile: the defaults)": {},
+                "  compile=False": dict(compile=False),
+                "  gradient_checkpointing=True": dict(gradient_checkpointing=True),
+                "  optimizer=muon": dict(optimizer="muon"),
+                "  dtype=" + ("float32" if best != "float32" else "bfloat16"):
+                    dict(dtype="float32" if best != "float32" else "bfloat16")}
+    times, memory = {name: [] for name in (*variants, "bare loop", "ceiling")}, {}
+    for _ in range(rounds):
+        for name, more in variants.items():
+            seconds, peak = run_train(folder, size, device, steps, **more)
+            times[name].append(seconds)
+            memory.setdefault(name, peak)
+        done = subprocess.run([sys.executable, __file__, "--what=bare", f"--device={device}"],
+                              capture_output=True, text=True, check=True)
+        times["bare loop"].append(float(done.stdout))
+        times["ceiling"].append(ceiling(size, device, best))
+    median = {name: statistics.median(t) for name, t in times.items()}
+    ours = median[next(iter(variants))]
+    print(f"\n| {'step of ' + str(B * T) + ' tokens':46} | ms | tokens/s | of bare loop | of ceiling |")
+    print("|---|---|---|---|---|")
+    for name, t in median.items():
+        print(f"| {name:46} | {1000 * t:.0f} | {B * T / t:,.0f} | {median['bare loop'] / t:.2f} | "
+              f"{median['ceiling'] / t:.2f} |")
+    print(f"train.py has {median['bare loop'] / ours:.2f} times the bare loop's speed and "
+          f"{median['ceiling'] / ours:.2f} of the ceiling's ({best} products)")
+
+
+def saved_bytes(size, **more):
+    """Bytes that forward keeps for backward, and seconds of both, at batch 16, eager."""
+    shape = size["n_layer"], size["n_head"], size["n_embd"]
+    model = train.GPT(train.GPTConfig(size["block_size"], V, *shape, 0.0, False)).train()
+    model.config.gradient_checkpointing = more.get("gradient_checkpointing", False)
+    own, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
+
+    def pack(t):
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    batch = torch.randint(0, V, (16, size["block_size"] + 1))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        x = model.hidden(batch[:, :-1])
+    begun = time.perf_counter()
+    model.hidden(batch[:, :-1]).sum().backward()
+    return sum(kept.values()), time.perf_counter() - begun, x
+
+
+def checkpointing():
+    rows = [saved_bytes(SIZES["cpu"], gradient_checkpointing=again)[:2] for again in (False, True) * 3]
+    bytes_, again = rows[0][0], rows[1][0]
+    slower = statistics.median(b[1] / a[1] for a, b in zip(rows[::2], rows[1::2], strict=True))
+    print(f"\ngradient checkpointing, blocks at batch 16: {bytes_ / 1e6:.0f} MB saved for backward become "
+          f"{again / 1e6:.0f} MB ({1 - again / bytes_:.0%} less), time x {slower:.2f}")
+
+
+def profile(device):
+    """Where an eager step's time goes."""
+    size, groups = SIZES[device], {"matrix products": ("mm", "bmm", "addmm", "linear"),
+                                   "cross-entropy": ("log_softmax", "nll_loss"),
+                                   "attention": ("scaled_dot",), "normalization": ("layer_norm",),
+                                   "optimizer": ("adamw", "foreach", "norm")}
+    shape = size["n_layer"], size["n_head"], size["n_embd"]
+    model = train.GPT(train.GPTConfig(size["block_size"], V, *shape, 0.0, False)).to(device).train()
+    optimizers = train.make_optimizers(model, "adamw", 0.1, (0.9, 0.95))
+    batch = torch.randint(0, V, (size["batch_size"], size["block_size"] + 1), device=device)
+    context = torch.autocast(device, getattr(torch, train.pick_dtype("auto", device)),
+                             enabled=train.pick_dtype("auto", device) != "float32")
+
+    def step():
+        with context:
+            loss = model(batch[:, :-1], batch[:, 1:])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizers[0].step()
+        model.zero_grad()
+
+    step()
+    with torch.profiler.profile() as prof:
+        step()
+    spent = dict.fromkeys((*groups, "the rest"), 0.0)
+    for event in prof.key_averages():
+        name = event.key.removeprefix("aten::").removeprefix("_")
+        group = next((g for g, keys in groups.items() if any(k in name for k in keys)), "the rest")
+        spent[group] += event.self_device_time_total if device == "cuda" else event.self_cpu_time_total
+    print("\nan eager step: " + ", ".join(f"{k} {v / sum(spent.values()):.0%}" for k, v in spent.items()))
+
+
+def scaling(folder, device):
+    base = SIZES[device]
+    print("\n| changed | ms a step |\n|---|---|")
+    for key, values in (("batch_size", (2, 4, 8, 16)), ("block_size", (64, 128, 256, 512)), ("n_layer", (2, 4, 6, 12))):
+        for value in values:
+            seconds, _ = run_train(folder, base | {key: value}, device, 8, compile=False)
+            print(f"| {key} {value} | {1000 * seconds:.0f} |")
+    import prepare
+    print("\n| tokens in the corpus | loader, microseconds a batch of 8 x 256 |\n|---|---|")
+    for exponent in range(6, 12):
+        with tempfile.TemporaryDirectory(dir=folder) as corpus:
+            shards = max(1, 10**exponent // 10**8)
+            header = np.zeros(256, "<i4")
+            header[:3] = 20240520, 1, 10**exponent // shards
+            for i in range(shards):  # sparse: they take no room on the disk
+                with open(f"{corpus}/x_train_{i:06}.bin", "wb") as f:
+                    f.write(header.tobytes())
+                    f.truncate(1024 + 2 * (10**exponent // shards))
+            data, taken = prepare.Windows(corpus, "train", 256, V), []
+            for i in range(300):
+                begun = time.perf_counter()
+                data.sample(8 * i, 8, 0)
+                taken.append(time.perf_counter() - begun)
+            print(f"| 10^{exponent} | {1e6 * statistics.median(taken):.0f} |")
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--what", default="all", choices=["all", "throughput", "scaling", "bare", "profile"])
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    if args.what == "bare":
+        print(bare_loop(SIZES[args.device], args.device, 12))
+        return
+    print(f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch "
+          f"{torch.__version__}" + (f", {torch.cuda.get_device_name()}" if args.device == "cuda" else ""))
+    with tempfile.TemporaryDirectory() as folder:
+        make_data(Path(folder))
+        if args.what in ("all", "throughput"):
+            throughput(Path(folder), args.device, args.rounds)
+        if args.what in ("all", "profile"):
+            profile(args.device)
+            if args.device == "cpu":
+                checkpointing()
+        if args.what == "scaling":
+            scaling(Path(folder), args.device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""The promises of the project as a whole: sizes, recipes, settings, README."""
+import ast
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import config
+import train
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ("prepare.py", "train.py", "sample.py", "hellaswag.py")
+RECIPES = sorted(p for p in (ROOT / "config").glob("*.py") if p.stem != "__init__")
+PARAMETERS = {"fineweb_small": 124_439_808, "fineweb_small_muon": 124_439_808,
+              "fineweb_l4": 124_439_808, "fineweb_medium": 354_823_168, "fineweb_large": 774_030_080,
+              "fineweb_xl": 1_557_611_200, "finetune_gpt2": 124_439_808, "eval_gpt2": 124_439_808,
+              "books": 30_044_544, "quickstart": None}
+
+
+@pytest.mark.parametrize("script,limit", [("train.py", 450), ("config/__init__.py", 99)])
+def test_a_file_stays_short_enough_to_read_in_one_sitting(script, limit):
+    lines = (ROOT / script).read_text().splitlines()
+    assert len(lines) <= limit and max(map(len, lines)) <= 100
+
+
+def test_nothing_else_stands_at_the_top():
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("no git here")
+    top = {name.split("/")[0] for name in listed.stdout.split()}
+    assert top <= {*SCRIPTS, "config", "tests", "README.md", "LICENSE", "requirements.txt", ".gitignore",
+                   "requirements-dev.txt", "pyproject.toml", ".ci"}
+
+
+def test_importing_a_script_only_defines_names():
+    """No parsing, no device, no process group; and the heavy libraries only where they are used."""
+    code = ("import sys; sys.argv = ['x', '--nonsense']; import prepare; "
+            "assert not {'torch', 'datasets', 'tiktoken', 'tqdm'} & set(sys.modules), 'prepare'; "
+            "import train, sample, hellaswag; import torch; "
+            "assert not {'datasets', 'tiktoken', 'transformers'} & set(sys.modules); "
+            "assert not torch.cuda.is_initialized() and not torch.distributed.is_initialized()")
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_arrows_point_one_way():
+    def imports(script):
+        return {alias for node in ast.walk(ast.parse((ROOT / script).read_text()))
+                for alias in ([node.module] if isinstance(node, ast.ImportFrom) else
+                              [a.name for a in node.names] if isinstance(node, ast.Import) else [])}
+    own = {"config", "prepare", "train", "sample", "hellaswag"}
+    assert imports("prepare.py") & own == {"config"}
+    assert imports("train.py") & own == {"config", "prepare", "hellaswag"}
+    assert imports("sample.py") & own <= {"config", "prepare", "train"}
+    assert imports("hellaswag.py") & own <= {"config", "prepare", "train"}
+
+
+# --- settings
+
+def configure(script, *argv):
+    """The settings that a script would run with; script as a name."""
+    names = {"__file__": str(ROOT / script), "__doc__": "x"}
+    names |= {key: default for key, (default, _) in config.settings_of(ROOT / script).items()}
+    return config.configure(names, argv)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
+def test_a_recipe_drives_all_four_scripts_and_builds_its_model(recipe, capsys):
+    for script in SCRIPTS:
+        settings = configure(script, str(recipe))
+        if "out_dir" in settings:
+            assert settings["out_dir"] == f"out/{recipe.stem}"
+    s = configure("train.py", str(recipe))
+    assert s["total_batch_size"] % (s["batch_size"] * s["block_size"]) == 0
+    shape = [s[k] for k in ("n_layer", "n_head", "n_embd", "dropout", "gradient_checkpointing")]
+    vocab = 257 if recipe.stem == "quickstart" else 50257
+    with torch.device("meta"):
+        model = train.GPT(train.GPTConfig(s["block_size"], vocab, *shape))
+    n = sum(p.numel() for p in model.parameters()) - -vocab % 128 * s["n_embd"]
+    assert PARAMETERS[recipe.stem] in (None, n)
+    head = recipe.read_text().split("\n\n")[0]
+    assert "python prepare.py" in head or "torchrun" in head or "train.py" in head
+    assert "utcome" in head and "ime" in head and "ardware" in head or recipe.stem == "eval_gpt2"
+
+
+def test_defaults_are_fineweb_small(capsys):
+    recipe = configure("train.py", str(ROOT / "config/fineweb_small.py"))
+    assert configure("train.py") == recipe
+    assert configure("prepare.py") == configure("prepare.py", str(ROOT / "config/fineweb_small.py"))
+
+
+@pytest.mark.parametrize("key,text,want", [
+    ("learning_rate", "1", 1.0), ("max_iters", "1e3", 1000), ("max_iters", "1_000", 1000),
+    ("dropout", "0", 0.0), ("compile", "false", False), ("compile", "TRUE", True),
+    ("out_dir", "123", "123"), ("out_dir", "a=b c", "a=b c"), ("weight_decay", "-1", -1.0),
+    ("seed", "9007199254740993", 9007199254740993)])
+def test_one_type_rule_for_flags_and_files(tmp_path, capsys, key, text, want):
+    got = configure("train.py", f"--{key}={text}")[key]
+    assert got == want and type(got) is type(want)
+    recipe = tmp_path / "r.py"
+    recipe.write_text(f"{key} = {want!r}\n_own = 1\nimport math\ndef helper(): pass\n")
+    assert configure("train.py", str(recipe))[key] == want
+
+
+@pytest.mark.parametrize("argv,said", [
+    (["--batch_size=4.5"], "batch_size wants int, got '4.5'"), (["--compile=1"], "compile wants bool"),
+    (["--dropout=much"], "dropout wants float"), (["--dropout=nan"], "dropout wants float"),
+    (["--max_iters=True"], "max_iters wants int"), (["--learing_rate=1"], "did you mean learning_rate"),
+    (["--torch=1"], "no setting 'torch'"), (["--max_iters", "5"], "--max_iters=VALUE"),
+    (["config/quickstrat.py"], "did you mean config/quickstart.py"), (["-x=1"], "no setting"),
+    (["--source=x"], "no setting 'source'")])
+def test_a_wrong_setting_is_one_line_that_helps(monkeypatch, capsys, argv, said):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as end:
+        configure("train.py", *argv)
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("text,said", [
+    ("learing_rate = 1e-4", "learning_rate"), ("batch_size = 4.5", "batch_size"), ("out_dir = 3", "out_dir"),
+    ("max_iters = True", "max_iters"), ("x = (", "SyntaxError"), ("1 / 0", "ZeroDivisionError"),
+    ("compile = 1", "compile"), ("sizes = [1]", "sizes")])
+def test_a_wrong_recipe_is_one_line_that_names_the_file(tmp_path, capsys, text, said):
+    (tmp_path / "r.py").write_text(text)
+    with pytest.raises(SystemExit) as end:
+        configure("train.py", str(tmp_path / "r.py"))
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and said in err and "r.py" in err and err.count("\n") == 1
+
+
+def test_later_wins_and_other_scripts_keys_are_passed_over(tmp_path, capsys):
+    (tmp_path / "r.py").write_text("max_iters = 5\ntop_k = 7\nsource = 'x'\n")
+    assert configure("train.py", "--max_iters=3", str(tmp_path / "r.py"))["max_iters"] == 5
+    assert configure("train.py", str(tmp_path / "r.py"), "--max_iters=3")["max_iters"] == 3
+    assert configure("sample.py", str(tmp_path / "r.py"))["top_k"] == 7
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_lists_every_setting(script):
+    begun = time.time()
+    done = subprocess.run([sys.executable, ROOT / script, "--help"], capture_output=True, text=True,
+                          env={**os.environ, "TIKTOKEN_CACHE_DIR": "/nonexistent"})
+    assert done.returncode == 0 and (script != "prepare.py" or time.time() - begun < 3)
+    for key, (_, meaning) in config.settings_of(ROOT / script).items():
+        assert key in done.stdout and meaning and meaning in done.stdout
+
+
+def test_a_key_means_the_same_in_every_script():
+    seen = {}
+    for script in SCRIPTS:
+        for key, (default, _) in config.settings_of(ROOT / script).items():
+            if key not in ("compile",):
+                assert seen.setdefault(key, default) == default, (script, key)
+
+
+# --- README
+
+def readme_commands():
+    text = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"^```(?:sh|bash)\n(.*?)^```|^((?: {4}\S.*\n)+)", text, re.S | re.M)
+    lines = "\n".join(a or b for a, b in blocks).replace("\\\n", " ").splitlines()
+    return [line.strip() for line in lines if re.match(r"\s*(python|torchrun|pip|srun)\b", line)]
+
+
+def test_readme_opens_with_its_two_commands():
+    commands = readme_commands()
+    assert commands[0] == ("pip install -r requirements.txt && python prepare.py config/quickstart.py && "
+                           "python train.py config/quickstart.py && python sample.py config/quickstart.py")
+    assert commands[1] == "pip install -r requirements-dev.txt && python -m pytest"
+
+
+def test_every_command_in_the_readme_is_one_that_its_script_understands(capsys):
+    """Parsed by configure() as typed; runs of the quickstart are in .ci/run and test_quickstart."""
+    seen = 0
+    for command in readme_commands():
+        for part in re.split(r"&&|\|", command):
+            words = part.split("#")[0].split()
+            words = [w.strip("'\"") for w in words]
+            script = next((w for w in words if w in SCRIPTS), None)
+            if script and "$" not in part:
+                args = [w for w in words[words.index(script) + 1:] if w.startswith(("--", "config/"))]
+                os.chdir(ROOT)
+                configure(script, *[a for a in args if "..." not in a])
+                seen += 1
+            elif "tests/bench" in part:
+                assert (ROOT / next(w for w in words if w.startswith("tests/bench"))).exists()
+    assert seen > 10
+
+
+def test_quickstart_in_small(tmp_path, monkeypatch, run):
+    """The README's first command at a few steps, typed twice; then from a copy of the checkpoint alone."""
+    recipe = str(ROOT / "config/quickstart.py")
+    small = ("--max_iters=4", "--eval_interval=2", "--eval_tokens=2048", "--compile=False", "--batch_size=2",
+             "--total_batch_size=512")
+    for _ in range(2):
+        for script, args in (("prepare.py", ()), ("train.py", small), ("sample.py", ("--max_new_tokens=20",))):
+            done = run(script, recipe, *args, cwd=tmp_path)
+            assert done.returncode == 0, done.stderr
+    log = [json.loads(line) for line in (tmp_path / "out/quickstart/log.jsonl").open()]
+    assert [row["step"] for row in log if "val_loss" in row] == [0, 2, 4]
+    assert log[-1]["val_loss"] < math.log(257)
+    alone = tmp_path / "elsewhere"
+    (tmp_path / "out/quickstart/checkpoint-4").rename(alone)
+    done = run("sample.py", "--checkpoint=elsewhere", "--max_new_tokens=5", "--compile=False", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_encodings_are_always_named(tmp_path, run):
+    """-W error::EncodingWarning on text that isn't ASCII, through prepare, train and sample."""
+    (tmp_path / "a.txt").write_text("é 中 🙂 naïve " * 400, encoding="utf-8")
+    strict = {"PYTHONWARNDEFAULTENCODING": "1", "PYTHONIOENCODING": "ascii"}
+    for script, args in (
+            ("prepare.py", ("--dataset=t", "--source=a.txt", "--tokenizer=bytes")),
+            ("train.py", ("--dataset=t", "--out_dir=out", "--n_layer=1", "--n_head=1", "--n_embd=16",
+                          "--block_size=16", "--batch_size=1", "--total_batch_size=16", "--max_iters=1",
+                          "--eval_tokens=16", "--compile=False")),
+            ("sample.py", ("--out_dir=out", "--start=中", "--max_new_tokens=9", "--compile=False"))):
+        code = ("import warnings, runpy, sys; warnings.filterwarnings('error', category=EncodingWarning, "
+                f"module=r'(prepare|train|sample|config|__main__)'); sys.argv[0] = {str(ROOT / script)!r}; "
+                f"sys.path.insert(0, {str(ROOT)!r}); runpy.run_path(sys.argv[0], run_name='__main__')")
+        done = subprocess.run([sys.executable, "-X", "warn_default_encoding", "-c", code, *args], cwd=tmp_path,
+                              env={**os.environ, **strict}, capture_output=True)
+        assert done.returncode == 0, done.stderr.decode()
+
+
+def test_doctests():
+    for name in ("config/__init__.py", "hellaswag.py"):
+        subprocess.run([sys.executable, "-m", "doctest", ROOT / name], cwd=ROOT, check=True)
