@@ -559,6 +559,42 @@ def test_compile_without_a_compiler_trains_eagerly(toy):
     assert log()[-2]["step"] == 2
 
 
+HELLASWAG = [{"ind": i, "activity_label": "x", "ctx_a": "ab" * i, "ctx_b": "", "ctx": "ab" * i, "label": i % 4,
+              "endings": ["a" * j for j in (1, i % 3 + 1, 4, 2)]} for i in range(1, 6)]
+
+
+def test_compiled_once_whatever_is_looked_at_and_equal_to_eager(toy):
+    """Evaluation and HellaSwag of many lengths use the plain module: one graph, no second compilation."""
+    Path("h.jsonl").write_text("".join(json.dumps(row) + "\n" for row in HELLASWAG))
+    look = ("--hellaswag_interval=2", "--hellaswag_data=h.jsonl", "--eval_interval=2", "--dropout=0")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    assert run(*TINY, *look, "--compile=True") == 0
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["recompiles"]
+    assert run(*TINY, *look, "--out_dir=eager") == 0
+    assert [r["step"] for r in log() if "hellaswag_acc" in r] == [0, 2, 4, 6, 8, 10]
+    for a, b in zip(log(), log("eager"), strict=True):
+        assert a == pytest.approx(b, rel=1e-3)
+    assert run(*TINY, "--dropout=0", "--eval_interval=0", "--out_dir=blind") == 0
+    assert weights("eager") == weights("blind")
+    from safetensors import safe_open
+    names = [set(safe_open(f"{d}/checkpoint-10/model.safetensors", "pt").keys()) for d in ("out", "eager")]
+    assert names[0] == names[1] and all(name.startswith("transformer.") for name in names[0])
+
+
+def test_a_second_ctrl_c_leaves_at_once(toy):
+    code = ("import os, runpy, signal, sys, torch; real = torch.nn.utils.clip_grad_norm_\n"
+            "def slow(*args):\n"
+            "    os.kill(os.getpid(), signal.SIGINT); os.kill(os.getpid(), signal.SIGINT)\n"
+            "    return real(*args)\n"
+            "torch.nn.utils.clip_grad_norm_ = slow\n"
+            f"sys.argv[0] = {str(ROOT / 'train.py')!r}; sys.path.insert(0, {str(ROOT)!r})\n"
+            "runpy.run_path(sys.argv[0], run_name='__main__')")
+    done = subprocess.run([sys.executable, "-c", code, *TINY], capture_output=True, text=True)
+    assert done.returncode == 130 and prepare.checkpoints_in("out") == [0]
+
+
 def test_signals_in_a_real_process(toy):
     """SIGINT saves and says how to go on; a second one leaves at once."""
     args = [sys.executable, str(ROOT / "train.py"), *TINY, "--max_iters=100000", "--save_interval=0",
