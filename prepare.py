@@ -113,15 +113,16 @@ def permute(i, n, key):
             return i
 
 class Windows:
-    """A split in windows of block_size + 1 tokens, neighbours sharing one: each is a target once."""
+    """A split in windows of block_size + 1 tokens, neighbours share one: each is a target once."""
 
     def __init__(self, folder, split, block_size, vocab_size):
         self.shards, self.vocab_size = find_shards(folder, split), vocab_size
         self.block_size = block_size
         self.ends = np.cumsum([(shard.tokens - 1) // block_size for shard in self.shards])
         if not len(self):
-            fail(f"{folder}: its longest {split} shard has {max(s.tokens for s in self.shards)} tokens, "
-                 f"block_size={block_size} needs {block_size + 1}: lower it, or prepare more text")
+            fail(f"{folder}: its longest {split} shard has {max(s.tokens for s in self.shards)} "
+                 f"tokens, block_size={block_size} needs {block_size + 1}: lower it, or prepare more "
+                 "text")
         short = [os.path.basename(s.path) for s in self.shards if s.tokens <= block_size]
         if short:
             print(f"shorter than a window and passed over: {' '.join(short)}")
@@ -147,7 +148,7 @@ class Windows:
         return tokens[:, :-1], tokens[:, 1:]
 
     def sample(self, first, count, seed, device="cpu"):
-        """read() windows first, first + 1 ... of an endless stream of epochs, each shuffled anew."""
+        """read() windows first, first + 1 ... of an endless stream of epochs, each in new order."""
         n, stream = len(self), range(first, first + count)
         return self.read([permute(i % n, n, mix(seed, i // n)) for i in stream], device)
 
@@ -180,7 +181,7 @@ def sync(path):
 
 @contextlib.contextmanager
 def write_folder(path):
-    """A folder to fill, which is synced and renamed to path at the end; fails with path untouched."""
+    """A folder to fill, synced and renamed to path at the end; or it fails and path is untouched."""
     parent, name = os.path.split(path)
     for left in glob.glob(glob.escape(parent) + "/tmp-*"):
         shutil.rmtree(left)  # by a kill
@@ -195,7 +196,7 @@ def write_folder(path):
     except Exception as error:  # a full disk is an OSError, a RuntimeError or a SafetensorError
         free = shutil.disk_usage(parent).free
         shutil.rmtree(aside, ignore_errors=True)
-        fail(f"{path} can't be written, with {free:,} bytes free: {error}; what was there before is "
+        fail(f"{path} can't be written, with {free:,} bytes free: {error}; what was there is "
              "untouched: make room and go on with --init_from=resume")
 
 def remove_folder(path):
@@ -521,7 +522,7 @@ def write_shard(folder, meta, tokens, lengths, resume):
     meta["shards"].append({
         "file": name, "tokens": len(tokens), "sha256": digest.hexdigest(),
         "documents": sum(int(np.count_nonzero(part == meta["eot"])) for part in parts),
-        "bytes": sum(int(lengths[part].sum()) for part in parts)})
+        "bytes": sum(int(lengths.take(part).sum(dtype=np.int64)) for part in parts)})
     path = os.path.join(folder, name)
     write_file(path + ".new", header, tokens)
     write_meta(folder, meta)
@@ -547,7 +548,7 @@ def main():
         return
 
     encoding = load_tokenizer(tokenizer)
-    lengths = np.zeros(65536, np.int64)  # of each id, in bytes
+    lengths = np.zeros(65536, np.uint16)  # of each id, in bytes
     for token, i in encoding._mergeable_ranks.items():
         lengths[i] = len(token)
     if not meta:

