@@ -121,8 +121,8 @@ class Windows:
         self.ends = np.cumsum([(shard.tokens - 1) // block_size for shard in self.shards])
         if not len(self):
             fail(f"{folder}: its longest {split} shard has {max(s.tokens for s in self.shards)} "
-                 f"tokens, block_size={block_size} needs {block_size + 1}: lower it, or prepare more "
-                 "text")
+                 f"tokens, block_size={block_size} needs {block_size + 1}: lower it, or prepare "
+                 "more text")
         short = [os.path.basename(s.path) for s in self.shards if s.tokens <= block_size]
         if short:
             print(f"shorter than a window and passed over: {' '.join(short)}")
@@ -181,7 +181,7 @@ def sync(path):
 
 @contextlib.contextmanager
 def write_folder(path):
-    """A folder to fill, synced and renamed to path at the end; or it fails and path is untouched."""
+    """A folder to fill, synced and renamed to path at the end; or it fails with path untouched."""
     parent, name = os.path.split(path)
     for left in glob.glob(glob.escape(parent) + "/tmp-*"):
         shutil.rmtree(left)  # by a kill
@@ -412,7 +412,7 @@ def brief(error):
         known = getattr(reader, "kwargs", {})
         known = known.get("files") or known.get("base_files")
         file = known[reader._state_dict["shard_idx"] % len(known)] if known else file
-    words = " ".join(str(error).split()[:40]) or "nothing in it"
+    words = " ".join(str(error).split()[:30]) or "nothing in it"
     return f"{file or type(error).__name__}: {words}"
 
 def read_groups(stream, text_key, place):

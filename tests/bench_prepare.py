@@ -5,8 +5,8 @@ prepare.py against the tokenizer's own speed, in one interleaved run: minutes of
 
 (a) prepare.py with 2 threads, from Parquet (the file, repeat times) to synced shards
 (b) bare tiktoken in two processes, the same texts in memory, nothing written: the ceiling
-(c) a pool of two workers that maps encode_ordinary over documents and sends arrays back, as public
-    scripts do; texts in memory, nothing written
+(c) a pool of two workers that maps encode_ordinary over the rows of datasets, 16 a chunk, and sends
+    arrays back into one buffer, as public scripts do; nothing written
 
 All clocks start when imports are done, processes up and tokenizers loaded: for (a) when it opens
 the source. CPU seconds are those of all threads and processes over the same time: on a machine that
@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
+os.environ["USE_TORCH"] = "0"  # else datasets imports torch
 REPO = Path(__file__).resolve().parent.parent
 ENCODING = None  # a worker's
 
@@ -32,7 +33,6 @@ ENCODING = None  # a worker's
 COMMAND = """
 import json, os, resource, sys, time
 sys.path.insert(0, sys.argv.pop(1))
-os.environ["USE_TORCH"] = "0"
 import datasets, tiktoken, tqdm, prepare
 open_source = prepare.open_source
 def opening(*args):
@@ -41,8 +41,10 @@ def opening(*args):
     return open_source(*args)
 prepare.open_source = opening
 prepare.main()
-used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-used /= 2**20 if sys.platform == "darwin" else 2**10
+used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on Linux the parent's where larger
+if os.path.exists("/proc/self/status"):
+    used = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")][0]
+used = int(used) / (2**20 if sys.platform == "darwin" else 2**10)
 print(json.dumps([time.time() - start, time.process_time() - cpu, used]))
 """
 
@@ -62,17 +64,19 @@ def bare(texts, begin, end):
     end.put(time.process_time() - cpu)
 
 
-def ordinary(text):
+def ordinary(row):
     tokens = [ENCODING.eot_token]
-    tokens.extend(ENCODING.encode_ordinary(text))
-    return np.array(tokens).astype(np.uint16)
+    tokens.extend(ENCODING.encode_ordinary(row["text"]))
+    tokens = np.array(tokens)
+    assert (0 <= tokens).all() and (tokens < 2**16).all()
+    return tokens.astype(np.uint16)
 
 
 def run_prepare(files, folder):
     command = [sys.executable, "-c", COMMAND, str(REPO), f"--source={files}/*.parquet",
                "--num_proc=2", f"--dataset={folder}", "--tokenizer=gpt2",
                "--shard_size=10000000", "--val_tokens=10000000"]  # so that some are written
-    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, encoding="utf-8", check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -92,12 +96,19 @@ def run_bare(texts, repeat):
     return seconds, cpu
 
 
-def run_pool(texts, repeat):
+def run_pool(files):
+    import datasets
+    rows = datasets.load_dataset("parquet", data_files=f"{files}/*.parquet", split="train",
+                                 streaming=True)
+    shard, filled = np.empty(10**7, np.uint16), 0
     with multiprocessing.get_context("fork").Pool(2, load) as pool:
-        pool.map(ordinary, ["warm"] * 64)
+        pool.map(ordinary, [{"text": "warm"}] * 64)
         start, before = time.time(), os.times()
-        for _ in pool.imap(ordinary, texts * repeat, chunksize=16):
-            pass
+        for tokens in pool.imap(ordinary, rows, chunksize=16):
+            if filled + len(tokens) > len(shard):
+                filled = 0
+            shard[filled:filled + len(tokens)] = tokens
+            filled += len(tokens)
         seconds, own = time.time() - start, os.times()
         pool.close()
         pool.join()
@@ -131,10 +142,10 @@ def main():
                 for i in range(repeat):
                     (files / f"{i}.parquet").symlink_to(Path(path).resolve())
                 *clock, used = run_prepare(files, Path(folder, "set"))
-            times["a"].append(clock)
-            memory.append(used)
-            times["b"].append(run_bare(texts, repeat))
-            times["c"].append(run_pool(texts, repeat))
+                times["a"].append(clock)
+                memory.append(used)
+                times["b"].append(run_bare(texts, repeat))
+                times["c"].append(run_pool(files))
         for i, unit in enumerate(("MB/s", "MB per CPU second")):
             a, b, c = (size / statistics.median(clock[i] for clock in times[key]) for key in "abc")
             print(f"| {Path(path).name} | {size:.0f} MB | {a:.1f} {unit} | {b:.1f} | {c:.1f} | "
