@@ -1,7 +1,8 @@
 # GPT-2 large, 774,030,080 parameters, on FineWeb-Edu.
 #
-#   torchrun --standalone --nproc_per_node=8 train.py config/fineweb_large.py   after fineweb_small's
-#                                                                               prepare.py
+#   python prepare.py config/fineweb_small.py
+#   torchrun --standalone --nproc_per_node=8 train.py config/fineweb_large.py
+#
 # Hardware: GPUs of 80 GB. Time and outcome: not measured by us.
 from config.fineweb_small import *  # noqa: F403
 

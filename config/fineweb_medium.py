@@ -1,7 +1,8 @@
 # GPT-2 medium, 354,823,168 parameters, on FineWeb-Edu.
 #
-#   torchrun --standalone --nproc_per_node=8 train.py config/fineweb_medium.py   after fineweb_small's
-#                                                                                prepare.py
+#   python prepare.py config/fineweb_small.py
+#   torchrun --standalone --nproc_per_node=8 train.py config/fineweb_medium.py
+#
 # Hardware: GPUs of 40 GB or more; on less, batch_size=4 or gradient_checkpointing=True.
 # Time and outcome: not measured by us.
 from config.fineweb_small import *  # noqa: F403

@@ -1,13 +1,13 @@
 # GPT-2 small, 124M, on 10B tokens of FineWeb-Edu.
 #
 #   python prepare.py config/fineweb_small.py
-#   torchrun --standalone --nproc_per_node=8 train.py config/fineweb_small.py   or python, on one GPU
+#   torchrun --standalone --nproc_per_node=8 train.py config/fineweb_small.py
 #
-# Hardware: one GPU of 24 GB (lower batch_size to 8) or more, or eight.
-# Time: not measured by us; by arithmetic, at half of an H100's peak, 5 hours on one, 40 minutes on 8.
-# Outcome: not rerun by us. Public marks: GPT-2 124M itself is at a FineWeb-Edu val loss of about 3.29
-# and HellaSwag 0.2955 (build-nanogpt's protocol); one GPU for 5,000 steps is reported at 3.3529 and
-# 0.2773, for about 10 dollars.
+# Hardware: one GPU of 24 GB (with batch_size=8) or more; python instead of torchrun on one.
+# Time: not measured by us; by arithmetic, at half of an H100's peak, 5 hours on one GPU.
+# Outcome: not rerun by us. Public marks: GPT-2 124M itself is at a FineWeb-Edu val loss of about
+# 3.29 and HellaSwag 0.2955 (build-nanogpt's protocol); a run of 5,000 steps on one GPU is reported
+# at 3.3529 and 0.2773, for about 10 dollars.
 dataset = "fineweb_small"
 out_dir = "out/fineweb_small"
 source = "HuggingFaceFW/fineweb-edu"

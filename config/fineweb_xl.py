@@ -1,7 +1,8 @@
 # GPT-2 XL, 1,557,611,200 parameters, on FineWeb-Edu.
 #
-#   torchrun --standalone --nproc_per_node=8 train.py config/fineweb_xl.py   after fineweb_small's
-#                                                                            prepare.py
+#   python prepare.py config/fineweb_small.py
+#   torchrun --standalone --nproc_per_node=8 train.py config/fineweb_xl.py
+#
 # Hardware: GPUs of 80 GB: weights, gradients and AdamW's two moments alone take 25 GB on each.
 # Time and outcome: not measured by us.
 from config.fineweb_small import *  # noqa: F403

@@ -3,23 +3,31 @@
 #   python prepare.py config/quickstart.py && python train.py config/quickstart.py
 #   python sample.py config/quickstart.py
 #
-# Hardware: two CPU cores. Time: TODO. Outcome: TODO.
+# Hardware: two CPU cores. Time: 2 min 22 s for train.py, 7 s for prepare.py (Xeon with AVX-512 but no
+# AMX, torch 2.13.0, 2026-11-30). Outcome, measured: val loss 1.502 nats a byte with Python 3.11.7,
+# whose documentation is the corpus; text in the manner of docstrings, with words of its own.
 dataset = "quickstart"
+out_dir = "out/quickstart"
 source = "pydocs"
 tokenizer = "bytes"
-out_dir = "out/quickstart"
-init_from = "auto"
+init_from = "auto"  # typed a second time, a finished run is finished
+
 n_layer = 4
-n_head = 4
-n_embd = 256
-block_size = 256
+n_head = 6
+n_embd = 192
+block_size = 128  # a short one sees each position more often: in minutes that counts
 batch_size = 16
-total_batch_size = 16 * 256
+total_batch_size = 16 * 128  # few tokens a step, so that there are many steps
 max_iters = 600
-learning_rate = 2e-3
-min_lr = 2e-4
-warmup_iters = 30
 optimizer = "muon"
+learning_rate = 4e-3
+min_lr = 1e-4
+warmup_iters = 30
+compile = False  # takes longer than it saves here
 eval_interval = 100
 eval_tokens = 65536
 save_interval = 200
+log_interval = 20
+num_samples = 1
+start = "Return "
+temperature = 0.7

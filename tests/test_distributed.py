@@ -43,7 +43,7 @@ def test_any_number_of_processes_makes_the_same_run(toy, n, more):  # noqa: F811
     # Muon orthogonalizes in bfloat16, which makes steps of a thousandth of what float32 would
     assert_close("one", "many", *((1e-3, 1e-3) if "--optimizer=muon" in more else ()))
     assert out.count("val_loss") == 4 and "destroy_process_group" not in err
-    assert not [p for p in psutil.process_iter(["cmdline"]) if str(ROOT / "train.py") in (p.info["cmdline"] or [])]
+    assert not [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(toy) and p.pid != os.getpid()]
 
 
 def test_a_checkpoint_resumes_on_another_number_of_processes(toy):  # noqa: F811
@@ -65,10 +65,10 @@ def test_a_signal_to_torchrun_saves_and_leaves_nobody_behind(toy, signum):  # no
     process.send_signal(signum)
     finish(process, 60)
     steps = prepare.checkpoints_in("out")
-    assert len(steps) >= 2 and steps[-1] > 0  # step 0's and the signal's, both complete
+    assert len(steps) == 1 and steps[-1] > 0  # the signal's, which no interval would have saved
     assert state(step=steps[-1])["step"] == steps[-1]
     time.sleep(1)
-    assert not [p for p in psutil.process_iter(["cmdline"]) if str(ROOT / "train.py") in (p.info["cmdline"] or [])]
+    assert not [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(toy) and p.pid != os.getpid()]
 
 
 def test_all_machines_have_to_see_out_dir(toy, tmp_path):  # noqa: F811
