@@ -26,7 +26,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from config import configure, fail
-from prepare import load_tokenizer, write_file
+from prepare import tokenizer_of, write_file
 
 # model
 out_dir = "out/fineweb_small"  # train.py's output
@@ -243,8 +243,7 @@ def main():
     c = model.config
 
     # the checkpoint's tokenizer, or gpt2 if it has none; a model may have some spare ids
-    files = [os.path.join(directory, name) for name in ("vocab.json", "tokenizer.json")]
-    encoding = load_tokenizer(directory if any(map(os.path.exists, files)) else "gpt2")
+    encoding = tokenizer_of(directory)
     if not 0 <= c.vocab_size - encoding.n_vocab < 128:
         fail(f"{directory}: the model has {c.vocab_size} ids, tokenizer {encoding.name} "
              f"{encoding.n_vocab}; put the files of the one it was trained with there")

@@ -303,23 +303,37 @@ def save_tokenizer(encoding, folder):
         write_file(os.path.join(folder, name), text)
     return {name: hashlib.sha256(text).hexdigest() for name, text in files.items()}
 
+def tokenizer_of(folder):
+    """The tokenizer of a checkpoint or a dataset; GPT-2's where it has no files of one."""
+    own = [name for name in ("vocab.json", "tokenizer.json") if os.path.exists(f"{folder}/{name}")]
+    return load_tokenizer(folder if own else "gpt2")
+
 def tokenizer_files(folder):
     """{name: bytes} of a dataset's tokenizer; where it has none GPT-2's, if that can be had."""
-    if not os.path.exists(os.path.join(folder, "vocab.json")):
-        try:
-            import tiktoken
-            encoding = tiktoken.get_encoding("gpt2")
-        except Exception:
-            return {}
+    try:
+        if os.path.exists(os.path.join(folder, "vocab.json")) or not os.path.isdir(folder):
+            return {name: Path(folder, name).read_bytes() for name in TOKENIZER_FILES}
+        import tiktoken
         with tempfile.TemporaryDirectory() as folder:
-            save_tokenizer(encoding, folder)
+            save_tokenizer(tiktoken.get_encoding("gpt2"), folder)
             return tokenizer_files(folder)
-    return {name: Path(folder, name).read_bytes() for name in TOKENIZER_FILES}
+    except Exception:
+        return {}
 
 def checkpoints_in(out_dir):
     """The steps of the checkpoints in out_dir, in order."""
     names = os.listdir(out_dir) if os.path.isdir(out_dir) else []
     return sorted(int(name[11:]) for name in names if re.fullmatch(r"checkpoint-\d+", name))
+
+def load_state(directory):
+    """A checkpoint's trainer_state.pt; its tensors stay on the disk until they are used."""
+    import torch
+    path = os.path.join(directory, "trainer_state.pt")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        fail(f"{path}: {brief(error)}; nothing to resume from, but --init_from={directory} with "
+             "another --out_dir starts from its weights")
 
 def find_checkpoint(out_dir, checkpoint="latest"):
     """The directory of out_dir's "latest" or "best", or of a checkpoint by path or hub id."""
@@ -329,11 +343,8 @@ def find_checkpoint(out_dir, checkpoint="latest"):
     if not steps:
         fail(f"no checkpoint in {out_dir}; train first: python train.py --out_dir={out_dir}")
     newest = os.path.join(out_dir, f"checkpoint-{steps[-1]}")
-    if checkpoint == "latest":
-        return newest
-    import torch  # the newest one knows which is the best
-    state = torch.load(os.path.join(newest, "trainer_state.pt"), weights_only=True, mmap=True)
-    return os.path.join(out_dir, f"checkpoint-{max(state['best']['step'], 0)}")
+    best = load_state(newest)["best"]["step"] if checkpoint == "best" else -1
+    return os.path.join(out_dir, f"checkpoint-{best}") if best in steps else newest
 
 # --- Sources --------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ import torch
 import torch.nn as nn
 
 from config import configure, fail
-from prepare import load_tokenizer
+from prepare import tokenizer_of
 from train import find_checkpoint, load_model, pick_device, pick_dtype
 
 # model
@@ -60,7 +60,6 @@ def cast(model, device, dtype):
     model.transformer.wte.to(dtype)
     return model.to(device)
 
-
 def choose(logits, draw, temperature=1.0, top_k=0, top_p=1.0):
     """
     A token a row: logits (B, V), draw (B,) in [0, 1) -> (B,) int64.
@@ -88,7 +87,6 @@ def choose(logits, draw, temperature=1.0, top_k=0, top_p=1.0):
     passed = (total > draw[:, None] * total[:, -1:]) & (probs > 0)
     first = passed.int().argmax(-1, keepdim=True)
     return (first if ids is None else ids.gather(-1, first))[:, 0]
-
 
 @torch.no_grad()
 def generate(model, prompts, seeds, max_new_tokens, vocab_size=None, compile=False, **choice):
@@ -184,7 +182,6 @@ def read_prompts(start):
         fail(f"--start={start}: {path} has no prompt; blank lines are passed over")
     return lines if kind == "LINES" else [text]
 
-
 def encode(encoding, prompt, block_size):
     """Token ids of a prompt, the last block_size of them; <|endoftext|> in it is the token."""
     ids = encoding.encode(prompt or EOT, allowed_special={EOT}, disallowed_special=())
@@ -192,18 +189,15 @@ def encode(encoding, prompt, block_size):
         print(f"prompt of {len(ids)} tokens: the model sees the last {block_size}", file=sys.stderr)
     return ids[-block_size:]
 
-
 def load_encoding(directory, vocab_size):
     """The tokenizer in a checkpoint, or gpt2 if it has none; has to fit the model's vocab_size."""
-    files = [os.path.join(directory, name) for name in ("vocab.json", "tokenizer.json")]
-    encoding = load_tokenizer(directory if any(map(os.path.exists, files)) else "gpt2")
+    encoding = tokenizer_of(directory)
     spare = vocab_size - encoding.n_vocab
     # some round a vocabulary up to a multiple of 8 to 128; those ids are never chosen
     if spare and not (0 < spare < 128 and vocab_size % 8 == 0):
         fail(f"{directory}: the model has {vocab_size} ids, tokenizer {encoding.name} "
              f"{encoding.n_vocab}; put the files of the one it was trained with there")
     return encoding
-
 
 def collect(steps, rows, encoding, show=None):
     """
@@ -224,7 +218,6 @@ def collect(steps, rows, encoding, show=None):
         show(decoder.decode(b"", final=True))
     samples = torch.stack(made, 1).tolist() if made else [[]] * rows
     return [ids[:ids.index(eot)] if eot in ids else ids for ids in samples]
-
 
 def main():
     configure(globals(), echo=sys.stderr)
@@ -273,7 +266,6 @@ def main():
                 count += len(tokens)
     seconds = time.perf_counter() - began
     print(f"{count} tokens in {seconds:.1f} s, {count / seconds:.0f} tokens/s", file=sys.stderr)
-
 
 if __name__ == "__main__":
     try:

@@ -25,8 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recompute
 
 from config import configure, fail
-from prepare import (Windows, checkpoints_in, dataset_dir, find_checkpoint, load_tokenizer, lock,
-                     mix, remove_folder, tokenizer_files, vocabulary, write_file, write_folder)
+from prepare import (Windows, checkpoints_in, dataset_dir, find_checkpoint, load_state, lock, mix,
+                     remove_folder, tokenizer_files, tokenizer_of, vocabulary, write_file,
+                     write_folder)
 
 # data and output
 dataset = "fineweb_small"  # folder of shards: data/<dataset>, or a path
@@ -287,7 +288,7 @@ def main():
     scaler = torch.amp.GradScaler(kind, enabled=compute == "float16")
     step, best = 0, dict(val_loss=math.inf, step=-1, stale=0)  # stale: evaluations since the best
     if resume:
-        saved = torch.load(f"{source}/trainer_state.pt", "cpu", weights_only=True, mmap=True)
+        saved = load_state(source)
         now, then = dict(settings, shards=shards), dict(saved["settings"], shards=saved["shards"])
         for key in ("seed", "block_size", "total_batch_size", "n_layer", "n_head", "n_embd",
                     "optimizer", "dataset", "shards"):
@@ -317,7 +318,7 @@ def main():
     engine = DistributedDataParallel(engine) if world_size > 1 else engine
     if hellaswag_interval:
         import hellaswag
-        examples = hellaswag.load(hellaswag_data, load_tokenizer(folder), c.block_size)
+        examples = hellaswag.load(hellaswag_data, tokenizer_of(folder), c.block_size)
     tracking = __import__(tracker) if tracker and rank == 0 else None
     if tracking:
         tracking.init(project="finegpt", name=os.path.basename(out_dir), config=settings)

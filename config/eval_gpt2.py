@@ -5,8 +5,8 @@
 #   python hellaswag.py config/eval_gpt2.py --protocol=lm_eval     public: 0.2892 / 0.3114
 #
 # Hardware: any; on a CPU add --eval_tokens=65536. Needs fineweb_small's shards (or --dataset), and
-# the hub for the weights. Outcome: GPT-2's FineWeb-Edu val loss is publicly given as about 3.29; not
-# rerun by us, the hub was out of our reach.
+# the hub for the weights. Outcome: GPT-2's FineWeb-Edu val loss is publicly given as about 3.29;
+# not rerun by us, the hub was out of our reach.
 dataset = "fineweb_small"
 out_dir = "out/eval_gpt2"
 init_from = "gpt2"
