@@ -325,8 +325,8 @@ def main():
         atexit.register(tracking.finish)
     log_path = Path(out_dir, "log.jsonl") if rank == 0 else Path(os.devnull)
     if rank == 0 and log_path.exists():  # rows past the checkpoint will come again
-        rows = [row for row in log_path.read_text(encoding="utf-8").splitlines(keepends=True)
-                if resume and row.endswith("\n") and json.loads(row)["step"] <= step]
+        rows = re.finditer(r'^{"step": (\d+), .+}\n', log_path.read_text(encoding="utf-8"), re.M)
+        rows = [row[0] for row in rows if resume and int(row[1]) <= step]
         write_file(log_path, "".join(rows).encode())
     log_file = open(log_path, "a", encoding="utf-8")
 

@@ -337,7 +337,7 @@ def test_rows_past_the_checkpoint_are_dropped(toy):
     run(*TINY)
     shutil.rmtree("out/checkpoint-10")
     with open("out/log.jsonl", "a") as f:
-        f.write('{"step": 11, "loss": 1.0}\n{"step": 12, "lo')
+        f.write('{"step": 11, "loss": 1.0}\nrubbish\n\n{"step": 12, "lo')
     assert run(*TINY, "--init_from=resume") == 0
     assert_same_run("whole", "out")
     assert run(*TINY, "--init_from=resume") == 0  # finished: nothing changes
