@@ -10,6 +10,7 @@ The same command goes on where a killed one stopped. Start it on several nodes b
 """
 import contextlib
 import glob
+import gzip
 import hashlib
 import itertools
 import json
@@ -89,7 +90,7 @@ def check_shard(path):
     text = b"\0" not in head and "\ufffd" not in head.decode("utf-8", "replace")[:-1]
     if magic == MAGIC or size < 2 or size % 2 or text or head.startswith(b"\x93NUMPY"):
         what = f"a truncated shard of {count:,} tokens" if magic == MAGIC else "no uint16 tokens"
-        fail(f"{path}: {size:,} bytes, {what}; delete it and run prepare.py again")
+        fail(f"{path}: {size:,} bytes, {what}; delete its folder and run prepare.py again")
     return Shard(path, 0, size // 2)
 
 def read_tokens(shard, start, count):
@@ -152,11 +153,27 @@ class Windows:
         n, stream = len(self), range(first, first + count)
         return self.read([permute(i % n, n, mix(seed, i // n)) for i in stream], device)
 
+def show_row(row, line, log_file):
+    """A row to the log, a line to the terminal; a full disk ends the run, a closed pipe doesn't."""
+    try:
+        log_file.write(json.dumps(row) + "\n")
+        log_file.flush()
+    except OSError as error:
+        fail(f"{log_file.name}: {error.strerror}; the checkpoints are whole: make room, then go on "
+             "with --init_from=resume")
+    try:
+        print(line, flush=True)
+    except OSError:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
+
 def vocabulary(folder):
     """(vocab_size, eot) by the folder's vocab.json; GPT-2's where there is none."""
     path = Path(folder, "vocab.json")
-    vocab = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {EOT: 50256}
-    return max(vocab.values()) + 1, vocab[EOT]
+    try:
+        vocab = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {EOT: 50256}
+        return max(vocab.values()) + 1, vocab[EOT]
+    except Exception as error:
+        fail(f"{path}: not the vocabulary of a tokenizer ({brief(error)}); prepare the folder anew")
 
 def write_file(path, *parts):
     """Write aside, sync, rename: whenever the power goes, path has its old bytes or all the new."""
@@ -183,8 +200,8 @@ def sync(path):
 def write_folder(path):
     """A folder to fill, synced and renamed to path at the end; or it fails with path untouched."""
     parent, name = os.path.split(path)
-    for left in glob.glob(glob.escape(parent) + "/tmp-*"):
-        shutil.rmtree(left)  # by a kill
+    for left in glob.glob(glob.escape(parent) + "/tmp-checkpoint-*"):
+        shutil.rmtree(left, ignore_errors=True)  # by a kill
     aside = os.path.join(parent, f"tmp-{name}")
     try:
         os.makedirs(aside)
@@ -311,26 +328,34 @@ def tokenizer_of(folder):
 def tokenizer_files(folder):
     """{name: bytes} of a dataset's tokenizer; where it has none GPT-2's, if that can be had."""
     try:
-        if os.path.exists(os.path.join(folder, "vocab.json")) or not os.path.isdir(folder):
+        if os.path.exists(os.path.join(folder, "vocab.json")):
             return {name: Path(folder, name).read_bytes() for name in TOKENIZER_FILES}
+    except OSError as error:
+        fail(f"{error.filename}: {error.strerror}, so that checkpoints could not be sampled: "
+             "prepare the folder anew")
+    try:
         import tiktoken
-        with tempfile.TemporaryDirectory() as folder:
-            save_tokenizer(tiktoken.get_encoding("gpt2"), folder)
-            return tokenizer_files(folder)
+        with tempfile.TemporaryDirectory() as made:
+            save_tokenizer(tiktoken.get_encoding("gpt2"), made)
+            return tokenizer_files(made) if os.path.isdir(folder) else {}
     except Exception:
         return {}
 
 def checkpoints_in(out_dir):
     """The steps of the checkpoints in out_dir, in order."""
     names = os.listdir(out_dir) if os.path.isdir(out_dir) else []
-    return sorted(int(name[11:]) for name in names if re.fullmatch(r"checkpoint-\d+", name))
+    names = [name for name in names if re.fullmatch(r"checkpoint-(0|[1-9][0-9]*)", name)]
+    names = [name for name in names if os.path.exists(f"{out_dir}/{name}/config.json")]
+    return sorted(int(name[11:]) for name in names)
 
 def load_state(directory):
     """A checkpoint's trainer_state.pt; its tensors stay on the disk until they are used."""
     import torch
     path = os.path.join(directory, "trainer_state.pt")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        wanted = ("step", "best", "settings", "shards", "scaler", "optimizers")
+        return {key: state[key] for key in wanted}
     except Exception as error:
         fail(f"{path}: {brief(error)}; nothing to resume from, but --init_from={directory} with "
              "another --out_dir starts from its weights")
@@ -389,7 +414,10 @@ def open_source(files, settings):
         if source == "pydocs":
             stream = datasets.Dataset.from_dict({text_key: pydocs()}).to_iterable_dataset(nodes)
         elif files:
-            kind, options = kinds[Path(files[0].removesuffix(".gz")).suffix]
+            ending = Path(files[0].removesuffix(".gz")).suffix
+            if ending not in kinds:
+                raise ValueError(f"files have to end in {', '.join(kinds)}, or these and .gz")
+            kind, options = kinds[ending]
             files = [f"gzip://{Path(file).stem}::{file}" if file.endswith(".parquet.gz")
                      else glob.escape(file) for file in files]
             stream = datasets.load_dataset(
@@ -449,7 +477,8 @@ def read_groups(stream, text_key, place):
             return
         except Exception as error:  # what a network does is worth another try, from the last place
             failures += 1
-            if failures > 5 or isinstance(error, (ValueError, TypeError, LookupError, EOFError)):
+            broken = (ValueError, TypeError, LookupError, EOFError, gzip.BadGzipFile)
+            if failures > 5 or isinstance(error, broken):
                 fail(f"{brief(error)}; finished shards are kept: mend it, then the same command "
                      "goes on from them")
             print(f"{brief(error)}; trying again in {2 ** failures} s", file=sys.stderr, flush=True)
@@ -498,7 +527,11 @@ def read_meta(folder, settings):
     """What this node has done in the folder, or {}; fails where that was with other settings."""
     mine = {}
     for path in sorted(glob.glob(glob.escape(folder) + "/meta*.json")):
-        then = json.loads(Path(path).read_text(encoding="utf-8"))
+        try:
+            then = json.loads(Path(path).read_text(encoding="utf-8"))
+            then = {key: then[key] for key in then.keys() | settings.keys() | {"shards", "resume"}}
+        except (ValueError, KeyError) as error:
+            fail(f"{path}: {brief(error)}; delete {folder} and run again")
         for key, now in settings.items():
             if key not in ("dataset", "num_proc", "rank") and now not in (None, then[key]):
                 fail(f"{folder} was begun with {key}={then[key]!r}, and this is {now!r}; put it "
@@ -509,8 +542,8 @@ def read_meta(folder, settings):
     for path in (os.path.join(folder, shard["file"]) for shard in mine.get("shards", ())):
         if os.path.exists(path + ".new"):  # killed after noting it, before showing it
             os.replace(path + ".new", path)
-        if not os.path.exists(path):
-            fail(f"{path} is gone; delete {folder} and run again")
+        if not os.path.exists(path) or os.path.getsize(path) <= HEADER:
+            fail(f"{path} is gone or cut short; delete {folder} and run again")
     return mine
 
 def write_meta(folder, meta):

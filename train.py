@@ -26,8 +26,8 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from config import configure, fail
 from prepare import (Windows, checkpoints_in, dataset_dir, find_checkpoint, load_state, lock, mix,
-                     remove_folder, tokenizer_files, tokenizer_of, vocabulary, write_file,
-                     write_folder)
+                     remove_folder, show_row, tokenizer_files, tokenizer_of, vocabulary,
+                     write_file, write_folder)
 
 # data and output
 dataset = "fineweb_small"  # folder of shards: data/<dataset>, or a path
@@ -112,8 +112,7 @@ class GPT(nn.Module):
             if name.endswith("bias"):
                 nn.init.zeros_(p)
             elif p.dim() == 2:  # the 2 n_layer c_proj add up in the residual stream
-                share = 2 * config.n_layer if name.endswith("c_proj.weight") else 1
-                nn.init.normal_(p, std=0.02 / math.sqrt(share))
+                nn.init.normal_(p, 0, 0.02 / (2 * config.n_layer if "c_proj" in name else 1) ** 0.5)
         self.transformer.wte.weight.data[config.vocab_size:] = 0  # get no gradient, so stay 0
 
     def hidden(self, idx, pos=None, mask=None, cache=None):
@@ -213,9 +212,10 @@ def pick_device(device):
     """A device that is there; "auto" takes cuda, else mps, else cpu."""
     try:
         if device != "auto":
+            torch.Generator(torch.device(device).type)  # not for meta and the like
             return str(torch.zeros(1, device=device).device)
     except Exception as error:
-        fail(f"device={device}: {str(error).splitlines()[0]}; --device=auto takes what is there")
+        fail(f"device={device}: {str(error).splitlines()[0][:80]}; --device=auto picks one")
     cpu = "mps" if torch.backends.mps.is_available() else "cpu"
     return "cuda" if torch.cuda.is_available() else cpu
 
@@ -271,7 +271,8 @@ def main():
         fail(f"{out_dir} holds a run: go on by --init_from=resume, or choose another --out_dir")
     folder = dataset_dir(dataset)
     (vocab_size, eot), tokenizer = vocabulary(folder), tokenizer_files(folder)
-    torch.manual_seed(seed)
+    torch.manual_seed(seed % 2**63)
+    settings["dataset"] = os.path.basename(os.path.normpath(folder))  # however the path is spelt
     if resume or init_from not in ("scratch", "auto"):
         source = find_checkpoint(out_dir, "latest" if resume else init_from)
         model = load_model(source, block_size)
@@ -281,7 +282,7 @@ def main():
     c = model.config
     c.dropout, c.gradient_checkpointing = dropout, gradient_checkpointing
     if c.vocab_size != vocab_size:
-        fail(f"{folder} has {vocab_size} token ids, the model {c.vocab_size}; prepare it anew")
+        fail(f"{folder} has {vocab_size} token ids, the model {c.vocab_size}: another tokenizer")
     train_data, val_data = (Windows(folder, s, c.block_size, vocab_size) for s in ("train", "val"))
     shards = [[os.path.basename(s.path), s.tokens] for s in train_data.shards + val_data.shards]
     optimizers = make_optimizers(model.to(place), optimizer, weight_decay, (beta1, beta2))
@@ -331,10 +332,9 @@ def main():
     log_file = open(log_path, "a", encoding="utf-8")
 
     def report(**row):  # an aligned line for the eye, a row for the machine
-        shown = (f"{k} {v:<9,.0f}" if v >= 1000 else f"{k} {v:<9.4g}" for k, v in row.items())
-        print(f"step {step:>{len(str(max_iters))}}/{max_iters} {left:>9} left ", *shown, flush=True)
-        log_file.write(json.dumps(dict(step=step) | row) + "\n")
-        log_file.flush()
+        shown = [f"{k} {v:<9,.0f}" if v >= 1000 else f"{k} {v:<9.4g}" for k, v in row.items()]
+        line = f"step {step:>{len(str(max_iters))}}/{max_iters} {left:>9} left  {' '.join(shown)}"
+        show_row(dict(step=step) | row, line, log_file)
         if tracking:
             tracking.log(row, step=step)
 

@@ -67,7 +67,7 @@ def read_recipe(path):
         fail(f"{path}: no such config file" + nearest(path, map(str, Path("config").glob("*.py"))))
     try:
         names = runpy.run_path(path)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         fail(f"{path}: {type(error).__name__}: {error}")
     own = {key for key in names if key.startswith("_") or callable(names[key])}
     return {k: v for k, v in names.items() if k not in own and not isinstance(v, type(sys))}

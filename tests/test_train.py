@@ -607,3 +607,55 @@ def test_signals_in_a_real_process(toy):
     out = process.stdout.read()
     assert process.wait(60) == 130 and "--init_from=resume" in out
     assert prepare.checkpoints_in("out")
+
+
+def test_what_others_left_in_out_dir_is_not_ours_to_remove(toy):
+    for name in ("tmp-precious", "checkpoint-9", "checkpoint-0007"):
+        (toy / "out" / name).mkdir(parents=True)
+    (toy / "out/tmp-precious/f").write_text("keep")
+    (toy / "out/tmp-notes.txt").write_text("keep")
+    assert run(*TINY, "--init_from=auto") == 0
+    assert (toy / "out/tmp-precious/f").exists() and (toy / "out/tmp-notes.txt").exists()
+    assert prepare.checkpoints_in("out")[-1] == 10  # an empty folder is no checkpoint
+
+
+def test_a_reader_of_the_terminal_that_leaves_does_not_end_a_run(toy):
+    done = subprocess.run(f"{sys.executable} {ROOT / 'train.py'} {' '.join(TINY)} | head -3", shell=True,
+                          capture_output=True, text=True)
+    assert "Traceback" not in done.stderr and prepare.checkpoints_in("out")[-1] == 10
+
+
+def test_a_full_disk_under_the_log_is_one_line(toy, capsys):
+    full = open("/dev/full", "w")
+    with pytest.raises(SystemExit) as end:
+        prepare.show_row({"step": 1}, "step 1", full)
+    with pytest.raises(OSError):
+        full.close()
+    assert end.value.code == 2 and "No space left" in (err := capsys.readouterr().err) and err.count("\n") == 1
+
+
+def test_resume_from_another_folder_and_spelling(toy, monkeypatch, capsys):
+    run(*TINY, "--max_iters=3")
+    (toy / "elsewhere").mkdir()
+    monkeypatch.chdir(toy / "elsewhere")
+    where = (f"--dataset={toy}/data/toy/", f"--out_dir={toy}/out", "--init_from=resume")
+    assert run(*TINY, *where) == 0
+    shutil.copytree(toy / "data/toy", toy / "data/toy2")
+    assert run(*TINY, *where, f"--dataset={toy}/data/toy2", "--max_iters=12") == 2
+    assert "toy2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name,content,said", [
+    ("data/toy/vocab.json", "{bad", "vocab.json"), ("data/toy/vocab.json", "{}", "vocab.json"),
+    ("data/toy/merges.txt", None, "merges.txt"), ("out/checkpoint-10/trainer_state.pt", "x", "trainer_state"),
+    ("out/checkpoint-10/trainer_state.pt", None, "trainer_state"),
+    ("out/checkpoint-10/model.safetensors", "x", "checkpoint-10")])
+def test_a_broken_file_is_named_in_one_line(toy, capsys, name, content, said):
+    run(*TINY)
+    capsys.readouterr()
+    Path(name).unlink()
+    if content is not None:
+        Path(name).write_text(content)
+    assert run(*TINY, "--init_from=resume", "--max_iters=12") == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1
