@@ -86,3 +86,30 @@ def test_all_machines_have_to_see_out_dir(toy, tmp_path):  # noqa: F811
     assert nodes[1].returncode == 2 and "out_dir" in err
     nodes[0].kill()
     nodes[0].wait()
+
+
+WATCH = """
+import runpy, sys, torch, torch.distributed as dist
+real = torch.nn.utils.clip_grad_norm_
+def watched(parameters, limit):  # called once a step, with the gradients of it in place
+    parameters = list(parameters)
+    for mine in (torch.cat([p.detach().flatten() for p in parameters]),
+                 torch.cat([p.grad.flatten() for p in parameters])):
+        theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(theirs, mine)
+        assert all(torch.equal(mine, other) for other in theirs)
+    return real(parameters, limit)
+torch.nn.utils.clip_grad_norm_ = watched
+sys.argv = sys.argv[1:]
+sys.path.insert(0, sys.argv[0].rpartition("/")[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_weights_and_gradients_are_bit_equal_across_ranks(toy):  # noqa: F811
+    (toy / "watch.py").write_text(WATCH)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+               "watch.py", str(ROOT / "train.py"), *TINY, "--batch_size=1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert prepare.checkpoints_in("out")[-1] == 10
