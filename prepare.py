@@ -539,10 +539,11 @@ def read_meta(folder, settings):
         mine = then if then["rank"] == settings["rank"] else mine
     if not mine and settings["world_size"] == 1 and glob.glob(glob.escape(folder) + "/*.bin"):
         fail(f"{folder} holds shards from elsewhere; choose another --dataset")
-    for path in (os.path.join(folder, shard["file"]) for shard in mine.get("shards", ())):
+    for shard in mine.get("shards", ()):
+        path, size = os.path.join(folder, shard["file"]), HEADER + 2 * shard["tokens"]
         if os.path.exists(path + ".new"):  # killed after noting it, before showing it
             os.replace(path + ".new", path)
-        if not os.path.exists(path) or os.path.getsize(path) <= HEADER:
+        if not os.path.exists(path) or os.path.getsize(path) != size:
             fail(f"{path} is gone or cut short; delete {folder} and run again")
     return mine
 

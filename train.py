@@ -66,8 +66,8 @@ tracker = ""  # wandb or trackio
 seed = 1337  # initial weights, data order and dropout follow from it
 device = "auto"  # auto, cpu, cuda, cuda:1, mps
 dtype = "auto"  # auto, bfloat16, float16, float32
-compile = True  # torch.compile: slow to start, then about twice as fast
-gradient_checkpointing = False  # recompute activations in backward: less memory, a third slower
+compile = True  # torch.compile: slow to start, faster from then on
+gradient_checkpointing = False  # recompute activations in backward: less memory, more time
 
 # --- The model: B batch, T time, C width, H heads, D = C / H, S cache slots, V vocabulary ---------
 
@@ -326,7 +326,7 @@ def main():
         atexit.register(tracking.finish)
     log_path = Path(out_dir, "log.jsonl") if rank == 0 else Path(os.devnull)
     if rank == 0 and log_path.exists():  # rows past the checkpoint will come again
-        rows = re.finditer(r'^{"step": (\d+), .+}\n', log_path.read_text(encoding="utf-8"), re.M)
+        rows = re.finditer(r'^{"step": (\d+), .+}\n', log_path.read_text("utf-8", "replace"), re.M)
         rows = [row[0] for row in rows if resume and int(row[1]) <= step]
         write_file(log_path, "".join(rows).encode())
     log_file = open(log_path, "a", encoding="utf-8")

@@ -536,6 +536,10 @@ def test_finished_set_says_so(run, tmp_path):
     assert time.time() - start < 2
     assert "finished" in again.stdout
     assert hashes(tmp_path / "data" / "x") == before
+    shard = tmp_path / "data" / "x" / "x_train_000001.bin"
+    shard.write_bytes(shard.read_bytes()[:-2])
+    short = run(*args, cwd=tmp_path)  # a shard cut short doesn't pass for finished
+    assert short.returncode == 2 and shard.name in short.stderr and short.stderr.count("\n") == 1
 
 
 def test_shards_from_elsewhere_are_left_alone(main, tmp_path, capsys):
