@@ -22,7 +22,6 @@ from collections import namedtuple
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 import torch.nn.functional as F
 
 from config import configure, fail
@@ -242,16 +241,11 @@ def main():
     model = load_model(directory)
     c = model.config
 
-    # the checkpoint's tokenizer, or gpt2 if it has none; a model may have some spare ids
-    encoding = tokenizer_of(directory)
-    if not 0 <= c.vocab_size - encoding.n_vocab < 128:
-        fail(f"{directory}: the model has {c.vocab_size} ids, tokenizer {encoding.name} "
-             f"{encoding.n_vocab}; put the files of the one it was trained with there")
+    encoding = tokenizer_of(directory, c.vocab_size)
     examples = load(hellaswag_data, encoding, c.block_size, protocol, limit)
-
     # matrices rounded once for all batches; LayerNorms and the residual stream stay float32
     for module in (model.transformer.wte, *model.transformer.h.modules()):
-        if isinstance(module, (nn.Embedding, nn.Linear)):
+        if isinstance(module, (torch.nn.Embedding, torch.nn.Linear)):
             module.to(getattr(torch, compute))
     model.to(place)
     print(f"{directory} on {place} in {compute}", file=sys.stderr)

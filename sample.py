@@ -19,7 +19,6 @@ import time
 from collections import Counter
 
 import torch
-import torch.nn as nn
 
 from config import configure, fail
 from prepare import tokenizer_of
@@ -49,13 +48,9 @@ BATCH = 64  # samples made together, at most: bounds the memory of the cache
 # --- Sampling: B rows, T tokens, S slots in the cache, V vocabulary -------------------------------
 
 def cast(model, device, dtype):
-    """
-    Move a float32 GPT to device, its matrices rounded to dtype once rather than at each token.
-
-    Positions and LayerNorms stay float32, and with them the residual stream, as in training.
-    """
+    """Move a float32 GPT to device, its matrices rounded once; LayerNorms and positions stay."""
     for module in model.modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, torch.nn.Linear):
             module.to(dtype)
     model.transformer.wte.to(dtype)
     return model.to(device)
@@ -133,15 +128,14 @@ def generate(model, prompts, seeds, max_new_tokens, vocab_size=None, compile=Fal
     draws = torch.stack(draws).to(device)
     begin = [longest - len(prompt) for prompt in prompts]  # the time at which each window begins
     starts = torch.tensor(begin, device=device)
-    step = model.hidden
-    if compile:
-        fast = torch.compile(model.hidden, dynamic=False)
-        try:  # where there is no C++ compiler or no Triton, it's the first call that fails
-            read(fast, tokens[:, :1], starts, 1, empty(B))
-            step = fast
-        except Exception as error:
-            reason = str(error).strip().split("\n")[0]
-            print(f"can't compile, going on as with --compile=False: {reason}", file=sys.stderr)
+    step = torch.compile(model.hidden, dynamic=False) if compile else model.hidden
+    try:  # where there is no C++ compiler or no Triton, it's the first call that fails
+        if compile:
+            read(step, tokens[:, :1], starts, 1, empty(B))
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0]
+        print(f"can't compile, going on as with --compile=False: {reason}", file=sys.stderr)
+        step = model.hidden
 
     for now in range(longest, longest + max_new_tokens):
         if now == longest:  # the prompts; equal ones are read once
@@ -189,16 +183,6 @@ def encode(encoding, prompt, block_size):
         print(f"prompt of {len(ids)} tokens: the model sees the last {block_size}", file=sys.stderr)
     return ids[-block_size:]
 
-def load_encoding(directory, vocab_size):
-    """The tokenizer in a checkpoint, or gpt2 if it has none; has to fit the model's vocab_size."""
-    encoding = tokenizer_of(directory)
-    spare = vocab_size - encoding.n_vocab
-    # some round a vocabulary up to a multiple of 8 to 128; those ids are never chosen
-    if spare and not (0 < spare < 128 and vocab_size % 8 == 0):
-        fail(f"{directory}: the model has {vocab_size} ids, tokenizer {encoding.name} "
-             f"{encoding.n_vocab}; put the files of the one it was trained with there")
-    return encoding
-
 def collect(steps, rows, encoding, show=None):
     """
     Run generate's steps until all rows have come to <|endoftext|> -> their ids, cut there.
@@ -231,7 +215,7 @@ def main():
     prompts = read_prompts(start)
     directory = find_checkpoint(out_dir, checkpoint)
     model = load_model(directory)
-    encoding = load_encoding(directory, model.config.vocab_size)
+    encoding = tokenizer_of(directory, model.config.vocab_size)
     cast(model, place, getattr(torch, precision))
     print(f"{directory} on {place} in {precision}", file=sys.stderr)
 

@@ -25,9 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recompute
 
 from config import configure, fail
-from prepare import (Windows, checkpoints_in, dataset_dir, find_checkpoint, load_state, lock, mix,
-                     remove_folder, show_row, tokenizer_files, tokenizer_of, vocabulary,
-                     write_file, write_folder)
+from prepare import (Windows, checkpoints_in, dataset_dir, find_checkpoint, keep_freed_memory,
+                     load_state, lock, mix, peak_memory, remove_folder, show_row, tokenizer_files,
+                     tokenizer_of, vocabulary, write_file, write_folder)
 
 # data and output
 dataset = "fineweb_small"  # folder of shards: data/<dataset>, or a path
@@ -209,21 +209,22 @@ def get_lr(it, learning_rate, min_lr, warmup_iters, max_iters):
     return min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (learning_rate - min_lr)
 
 def pick_device(device):
-    """A device that is there; "auto" takes cuda, else mps, else cpu."""
+    """A device that is there; "auto" takes cuda (torchrun's processes one each), mps or cpu."""
+    if device in ("auto", "cuda") and torch.cuda.is_available():
+        return f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    if device == "auto":
+        return "mps" if torch.backends.mps.is_available() else "cpu"
     try:
-        if device != "auto":
-            torch.Generator(torch.device(device).type)  # not for meta and the like
-            return str(torch.zeros(1, device=device).device)
+        torch.Generator(torch.device(device).type)  # not for meta and the like
+        return str(torch.zeros(1, device=device).device)
     except Exception as error:
         fail(f"device={device}: {str(error).splitlines()[0][:80]}; --device=auto picks one")
-    cpu = "mps" if torch.backends.mps.is_available() else "cpu"
-    return "cuda" if torch.cuda.is_available() else cpu
 
 def pick_dtype(dtype, device):
     """The compute dtype's name; "auto" takes bfloat16 where the hardware has it, not emulated."""
     cuda = device.startswith("cuda")
     bf16 = (torch.cuda.is_bf16_supported(including_emulation=False) if cuda
-            else device == "cpu" and torch.cpu._is_amx_tile_supported())
+            else device == "cpu" and torch.cpu._is_avx512_bf16_supported())
     best = "bfloat16" if bf16 else "float16" if cuda else "float32"
     known = ("auto", "float32", "float16", "bfloat16" if bf16 or not cuda else best)
     if dtype not in known:
@@ -248,10 +249,9 @@ def main():
         fail(f"tracker={tracker}: wandb or trackio, which pip install {tracker} brings, or none")
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     place = pick_device(device)
-    if place == "cuda":
-        place = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-        torch.cuda.set_device(place)
     compute, kind = pick_dtype(dtype, place), place.partition(":")[0]
+    if kind == "cuda":
+        torch.cuda.set_device(place)
     context = torch.autocast(kind, getattr(torch, compute), enabled=compute != "float32")
     torch.set_float32_matmul_precision("high")  # TF32; "medium" would mean bf16 on a CPU
     if rank == 0:
@@ -259,6 +259,7 @@ def main():
     if world_size > 1:  # gloo beside nccl: ranks agree on flags without waiting for the device
         dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
         atexit.register(dist.destroy_process_group)
+    keep_freed_memory()
     reduce = dist.all_reduce if world_size > 1 else lambda *_, **__: None
     sys.stdout = sys.stdout if rank == 0 else open(os.devnull, "w", encoding="utf-8")
     if not os.path.isdir(out_dir):
@@ -304,8 +305,8 @@ def main():
     B, sequences = batch_size, total_batch_size // c.block_size  # B is halved when memory runs out
     unit = B * world_size * c.block_size
     if total_batch_size % unit:
-        fail(f"total_batch_size={total_batch_size} isn't a multiple of batch_size {B} x block_size "
-             f"{c.block_size} x {world_size} processes = {unit}; the nearest that is: "
+        fail(f"total_batch_size={total_batch_size} isn't a multiple of {unit} = batch_size {B} x "
+             f"block_size {c.block_size} x {world_size} processes; the nearest that is: "
              f"--total_batch_size={max(1, round(total_batch_size / unit)) * unit}")
     n_params = sum(p.numel() for p in model.parameters()) - -vocab_size % 128 * c.n_embd  # unpadded
     print(f"{n_params:,} parameters on {place} in {compute}\n{total_batch_size:,} tokens a step = "
@@ -322,8 +323,7 @@ def main():
         examples = hellaswag.load(hellaswag_data, tokenizer_of(folder), c.block_size)
     tracking = __import__(tracker) if tracker and rank == 0 else None
     if tracking:
-        tracking.init(project="finegpt", name=os.path.basename(out_dir), config=settings)
-        atexit.register(tracking.finish)
+        tracking.init(project="finegpt", name=Path(out_dir).name, config=settings, resume="allow")
     log_path = Path(out_dir, "log.jsonl") if rank == 0 else Path(os.devnull)
     if rank == 0 and log_path.exists():  # rows past the checkpoint will come again
         rows = re.finditer(r'^{"step": (\d+), .+}\n', log_path.read_text("utf-8", "replace"), re.M)
@@ -339,14 +339,13 @@ def main():
             tracking.log(row, step=step)
 
     asked = []  # the signals that asked to stop
-    def ask(signum, frame):
-        if asked and world_size == 1:  # torchrun repeats a Ctrl-C that the terminal sent already
-            os._exit(128 + signum)
+    def ask(signum, frame):  # a second one ends at once, but torchrun repeats a terminal's first
         asked.append(signum)
+        signal.signal(signum, signal.SIG_DFL if world_size == 1 else ask)
     signal.signal(signal.SIGINT, ask)
     signal.signal(signal.SIGTERM, ask)
     mean = lr = norm = None  # of the last step made here
-    works, left, clock, clock_step = not compile, "?", time.perf_counter(), step
+    works, left, half, clock = not compile, "?", compute == "float16", (time.perf_counter(), step)
     bad = torch.zeros((), dtype=torch.int64, device=place)  # the first step gone wrong
     while True:
         # look: report, evaluate and save what is due at this step
@@ -355,14 +354,16 @@ def main():
         last = step >= max_iters or patience and best["stale"] >= patience
         fresh = mean is not None or not resume  # else all was done before the checkpoint
         due = {key for key in ("log", "eval", "hellaswag", "save")
-               if fresh and (n := settings[f"{key}_interval"]) and (step % n == 0 or last)}
-        due |= {"log"} if step == 1 and log_interval else set()
+               if fresh and (n := settings[f"{key}_interval"])
+               and (step % n == 0 or last or (key, step) == ("log", 1))}
         if (due or stop) and bad.item():  # read only now: a look at each step would stall the GPU
             fail(f"step {bad.item()}: the loss or the gradient norm is not finite; the checkpoints "
                  "are from before: go on with --init_from=resume and a lower --learning_rate")
         if "log" in due and mean is not None:
             row = dict(loss=mean.item(), lr=lr, grad_norm=norm.item())  # waits for the device
-            seconds = (time.perf_counter() - clock) / (step - clock_step)
+            seconds = (time.perf_counter() - clock[0]) / (step - clock[1])
+            if left == "?":  # the first of this process
+                print(peak_memory(place))
             speed, left = total_batch_size / seconds, f"{(max_iters - step) * seconds / 60:.1f} min"
             row |= dict(tokens=step * total_batch_size, ms=1000 * seconds, tok_per_sec=speed)
             row |= {"mfu": flops * speed / peak / world_size} if peak else {}
@@ -396,7 +397,7 @@ def main():
         if last or stop:
             break
         if due:
-            clock, clock_step = time.perf_counter(), step
+            clock = time.perf_counter(), step
 
         # learn: one optimizer step from the mean of its micro-batches
         mean = None
@@ -435,8 +436,7 @@ def main():
             for group in one.param_groups:
                 group["lr"] = lr
         norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
-        half = compute == "float16"  # where an overflow skips the step, for all optimizers
-        if not half or norm.isfinite():
+        if not half or norm.isfinite():  # an overflow skips the step, for all optimizers
             for one in optimizers:
                 one.step()
         scaler.update()

@@ -4,6 +4,8 @@ Tokens a second of train.py's real step, against two yardsticks measured in the 
     python tests/bench_train.py                    6 layers of 384, gpt2 vocabulary, batch 8 x 256
     python tests/bench_train.py --device=cuda      124M, batch 16 x 1024; about 4 minutes
     python tests/bench_train.py --what=scaling     ms a step against sizes; loader against corpus size
+    python tests/bench_train.py --what=loss        ways to compute the output matrix's loss
+    python tests/bench_train.py --what=precision   300 steps in bfloat16 and in float32: same curve?
 
 Variants of train.py run as the commands people type, in turn, round after round; a figure is the
 median of its rounds. The bare loop is what one writes in an evening: the plain model compiled whole,
@@ -29,6 +31,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
+import prepare  # noqa: E402
 import train  # noqa: E402
 
 SIZES = {"cpu": dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=8),
@@ -49,14 +52,18 @@ def make_data(folder, tokens=2_000_000):
         (folder / f"data/bench/bench_{name}.bin").write_bytes(header.tobytes() + ids.tobytes())
 
 
-def run_train(folder, size, device, steps, **more):
+def run_train(folder, size, device, steps, first="", **more):
     """train.py for some steps as a command -> seconds a step (its log's, the first ones left out), peak MB."""
     T, B = size["block_size"], size["batch_size"]
     settings = dict(size, total_batch_size=B * T, max_iters=steps, eval_interval=0, save_interval=0,
                     log_interval=1, warmup_iters=0, dataset="bench", device=device, out_dir="out/bench") | more
     subprocess.run(["rm", "-rf", folder / "out/bench"], check=True)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([sys.executable, ROOT / "train.py", *flags(settings)], cwd=folder,
+    command = [ROOT / "train.py"]
+    if first:  # Python to run before it in the same process
+        command = ["-c", f"import sys, runpy; sys.path.insert(0, {str(ROOT)!r}); {first}; "
+                   f"runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')"]
+    done = subprocess.run([sys.executable, *command, *flags(settings)], cwd=folder,
                           capture_output=True, text=True, env={**os.environ, "TIKTOKEN_CACHE_DIR": "/none"})
     if done.returncode:
         sys.exit(done.stderr)
@@ -130,6 +137,8 @@ def throughput(folder, device, rounds):
     T, B = size["block_size"], size["batch_size"]
     best = train.pick_dtype("auto", device)
     variants = {f"train.py ({best}, compile: the defaults)": {},
+                "  freed memory given back to the system":
+                    dict(first="import prepare; prepare.keep_freed_memory = lambda: None"),
                 "  compile=False": dict(compile=False),
                 "  gradient_checkpointing=True": dict(gradient_checkpointing=True),
                 "  optimizer=muon": dict(optimizer="muon"),
@@ -185,36 +194,113 @@ def checkpointing():
           f"{again / 1e6:.0f} MB ({1 - again / bytes_:.0%} less), time x {slower:.2f}")
 
 
-def profile(device):
-    """Where an eager step's time goes."""
-    size, groups = SIZES[device], {"matrix products": ("mm", "bmm", "addmm", "linear"),
-                                   "cross-entropy": ("log_softmax", "nll_loss"),
-                                   "attention": ("scaled_dot",), "normalization": ("layer_norm",),
-                                   "optimizer": ("adamw", "foreach", "norm")}
+def profile(folder, device):
+    """Where an eager step's time goes; eager, because compiled kernels mix what is told apart here."""
+    size, compute = SIZES[device], train.pick_dtype("auto", device)
+    groups = {"matrix products": ("mm", "bmm", "addmm", "linear"), "cross-entropy": ("log_softmax", "nll_loss"),
+              "attention": ("scaled_dot",), "normalization": ("layer_norm",), "GELU": ("gelu",),
+              "clipping and AdamW": ("adamw", "foreach", "norm"), "loader": ("loader",)}
     shape = size["n_layer"], size["n_head"], size["n_embd"]
+    prepare.keep_freed_memory()
     model = train.GPT(train.GPTConfig(size["block_size"], V, *shape, 0.0, False)).to(device).train()
-    optimizers = train.make_optimizers(model, "adamw", 0.1, (0.9, 0.95))
-    batch = torch.randint(0, V, (size["batch_size"], size["block_size"] + 1), device=device)
-    context = torch.autocast(device, getattr(torch, train.pick_dtype("auto", device)),
-                             enabled=train.pick_dtype("auto", device) != "float32")
+    optimizer, = train.make_optimizers(model, "adamw", 0.1, (0.9, 0.95))
+    data = prepare.Windows(folder / "data/bench", "train", size["block_size"], V)
+    context = torch.autocast(device, getattr(torch, compute), enabled=compute != "float32")
 
-    def step():
+    def step(i):
+        with torch.profiler.record_function("loader"):
+            x, y = data.sample(i * size["batch_size"], size["batch_size"], 0, device)
         with context:
-            loss = model(batch[:, :-1], batch[:, 1:])
+            loss = model(x, y)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizers[0].step()
+        optimizer.step()
         model.zero_grad()
 
-    step()
+    step(0)
     with torch.profiler.profile() as prof:
-        step()
-    spent = dict.fromkeys((*groups, "the rest"), 0.0)
+        for i in range(1, 4):
+            step(i)
+    spent = dict.fromkeys((*groups, "the rest: casts, residuals, biases"), 0.0)
     for event in prof.key_averages():
         name = event.key.removeprefix("aten::").removeprefix("_")
-        group = next((g for g, keys in groups.items() if any(k in name for k in keys)), "the rest")
-        spent[group] += event.self_device_time_total if device == "cuda" else event.self_cpu_time_total
-    print("\nan eager step: " + ", ".join(f"{k} {v / sum(spent.values()):.0%}" for k, v in spent.items()))
+        group = next((g for g, keys in groups.items() if any(k in name for k in keys)), list(spent)[-1])
+        on_gpu = device == "cuda" and group != "loader"
+        spent[group] += event.self_device_time_total if on_gpu else event.self_cpu_time_total
+    print(f"\n| part of an eager step, {compute} | ms | share |\n|---|---|---|")
+    for name, t in sorted(spent.items(), key=lambda item: -item[1]):
+        print(f"| {name} | {t / 3000:.1f} | {t / sum(spent.values()):.1%} |")
+
+
+def losses(device):
+    """Output matrix and cross-entropy of a step, forward and backward, in several ways."""
+    size, dtype = SIZES[device], torch.bfloat16
+    N, C = size["batch_size"] * size["block_size"], size["n_embd"]
+    x0, w = torch.randn(N, C, device=device, dtype=dtype), 0.02 * torch.randn(50304, C, device=device)
+    w[V:] = 0
+    w.requires_grad_()
+    y, mask = torch.randint(0, V, (N,), device=device), torch.zeros(50304, device=device, dtype=dtype)
+    mask[V:] = -torch.inf
+
+    def as_train(x):
+        return F.cross_entropy(F.linear(x, w.to(dtype))[:, :V].float(), y)
+
+    def sixteen_bits(x):  # the softmax in bfloat16 as well
+        return F.cross_entropy(F.linear(x, w.to(dtype))[:, :V], y)
+
+    def chunks(x):
+        nll = (F.cross_entropy(F.linear(part, w.to(dtype))[:, :V].float(), t, reduction="sum")
+               for part, t in zip(x.split(N // 8), y.split(N // 8), strict=True))
+        return sum(nll) / N
+
+    def torchs_own(x):
+        return F.linear_cross_entropy(x, w.to(dtype), y, linear_bias=mask,
+                                      options=torch.nn.LinearCrossEntropyOptions())
+
+    def products(x):
+        g = torch.ones(N, 50304, device=device, dtype=dtype)
+        torch.autograd.backward(F.linear(x, w.to(dtype)), g)
+        return g[0, 0]
+
+    ways = {"as train.py, compiled": torch.compile(as_train), "as train.py, eager": as_train,
+            "softmax in bfloat16, compiled": torch.compile(sixteen_bits),
+            "eight chunks, compiled": torch.compile(chunks),
+            "torch's linear_cross_entropy, its chunks": torchs_own, "the three products alone": products}
+    prepare.keep_freed_memory()
+    want, times = as_train(x0).item(), {name: [] for name in ways}
+    for turn in range(4):
+        for name, way in ways.items():
+            x = x0.clone().requires_grad_()
+            w.grad, begun = None, time.perf_counter()
+            loss = way(x)
+            if way is not products:
+                loss.backward()
+            loss = loss.item()
+            times[name] += [(time.perf_counter() - begun, loss)] * (turn > 0)
+    print(f"\n| {N} x {C} by 50304, bfloat16 | ms | loss off by |\n|---|---|---|")
+    for name, taken in times.items():
+        off = f"{abs(taken[0][1] - want):.0e}" if ways[name] is not products else ""
+        print(f"| {name} | {1000 * statistics.median(t for t, _ in taken):.0f} | {off} |")
+
+
+def precision(folder):
+    """300 steps on Python's documentation: bfloat16 against float32, and float32 with another seed."""
+    recipe = ROOT / "config/quickstart.py"
+    subprocess.run([sys.executable, ROOT / "prepare.py", recipe], cwd=folder, check=True, capture_output=True)
+    runs = {"float32": {}, "bfloat16": dict(dtype="bfloat16"), "float32, another seed": dict(seed=7)}
+    curves = {}
+    for name, more in runs.items():
+        settings = dict(dtype="float32", max_iters=300, log_interval=1, eval_interval=300, save_interval=0,
+                        out_dir="out/" + name.replace(" ", "-"), tracker="") | more
+        subprocess.run([sys.executable, ROOT / "train.py", recipe, *flags(settings)], cwd=folder, check=True,
+                       capture_output=True)
+        rows = [json.loads(line) for line in (folder / settings["out_dir"] / "log.jsonl").open()]
+        curves[name] = ([row["loss"] for row in rows if "loss" in row], rows[-1]["val_loss"])
+    print("\n| 300 steps of the quickstart | val loss | mean difference of a step's loss from float32 |")
+    print("|---|---|---|")
+    for name, (curve, val) in curves.items():
+        away = statistics.mean(abs(a - b) for a, b in zip(curve, curves["float32"][0], strict=True))
+        print(f"| {name} | {val:.4f} | {away:.4f} |")
 
 
 def scaling(folder, device):
@@ -224,7 +310,6 @@ def scaling(folder, device):
         for value in values:
             seconds, _ = run_train(folder, base | {key: value}, device, 8, compile=False)
             print(f"| {key} {value} | {1000 * seconds:.0f} |")
-    import prepare
     print("\n| tokens in the corpus | loader, microseconds a batch of 8 x 256 |\n|---|---|")
     for exponent in range(6, 12):
         with tempfile.TemporaryDirectory(dir=folder) as corpus:
@@ -246,7 +331,8 @@ def scaling(folder, device):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--what", default="all", choices=["all", "throughput", "scaling", "bare", "profile"])
+    parser.add_argument("--what", default="all", choices=["all", "throughput", "profile", "scaling", "loss",
+                                                             "precision", "bare"])
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     if args.what == "bare":
@@ -259,11 +345,15 @@ def main():
         if args.what in ("all", "throughput"):
             throughput(Path(folder), args.device, args.rounds)
         if args.what in ("all", "profile"):
-            profile(args.device)
+            profile(Path(folder), args.device)
             if args.device == "cpu":
                 checkpointing()
         if args.what == "scaling":
             scaling(Path(folder), args.device)
+        if args.what == "loss":
+            losses(args.device)
+        if args.what == "precision":
+            precision(Path(folder))
 
 
 if __name__ == "__main__":

@@ -249,7 +249,7 @@ def test_schedule(warmup, end):
 def test_dtype_and_device_choice(monkeypatch, capsys):
     def choice(dtype, device, cuda=False, cpu=False):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: cuda)
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: cpu)
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: cpu)
         return train.pick_dtype(dtype, device)
     assert choice("auto", "cuda:1", cuda=True) == "bfloat16"
     assert choice("auto", "cuda", cuda=False) == "float16"
@@ -259,7 +259,7 @@ def test_dtype_and_device_choice(monkeypatch, capsys):
     for dtype, device in (("bfloat16", "cuda"), ("int8", "cpu")):
         with pytest.raises(SystemExit):
             choice(dtype, device)
-    for cuda, mps, want in ((True, True, "cuda"), (False, True, "mps"), (False, False, "cpu")):
+    for cuda, mps, want in ((True, True, "cuda:0"), (False, True, "mps"), (False, False, "cpu")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda mps=mps: mps)
         assert train.pick_device("auto") == want
