@@ -1,4 +1,4 @@
-# GPT-2 small on a single 24 GB GPU (L4, RTX 3090 or 4090) and 100M tokens: an afternoon.
+# GPT-2 small on a single 24 GB GPU (L4, RTX 3090 or 4090) and 100M tokens of FineWeb.
 #
 #   python prepare.py config/fineweb_l4.py
 #   python train.py config/fineweb_l4.py
@@ -8,7 +8,7 @@
 # val loss of 4.2818; it saw its 100M tokens four times over.
 dataset = "fineweb_100M"
 out_dir = "out/fineweb_l4"
-source = "HuggingFaceFW/fineweb-edu"
+source = "HuggingFaceFW/fineweb"
 source_config = "sample-10BT"
 max_tokens = 100_000_000
 val_tokens = 5_000_000

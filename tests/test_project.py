@@ -4,11 +4,15 @@ import json
 import math
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -176,22 +180,153 @@ def test_readme_opens_with_its_two_commands():
     assert commands[1] == "pip install -r requirements-dev.txt && python -m pytest"
 
 
-def test_every_command_in_the_readme_is_one_that_its_script_understands(capsys):
-    """Parsed by configure() as typed; runs of the quickstart are in .ci/run and test_quickstart."""
-    seen = 0
-    for command in readme_commands():
-        for part in re.split(r"&&|\|", command):
-            words = part.split("#")[0].split()
-            words = [w.strip("'\"") for w in words]
-            script = next((w for w in words if w in SCRIPTS), None)
-            if script and "$" not in part:
-                args = [w for w in words[words.index(script) + 1:] if w.startswith(("--", "config/"))]
-                os.chdir(ROOT)
-                configure(script, *[a for a in args if "..." not in a])
-                seen += 1
-            elif "tests/bench" in part:
-                assert (ROOT / next(w for w in words if w.startswith("tests/bench"))).exists()
-    assert seen > 10
+TINY = ("--n_layer=1", "--n_head=1", "--n_embd=16", "--block_size=32", "--batch_size=2",
+        "--total_batch_size=128", "--eval_tokens=64", "--compile=False", "--hellaswag_data=rows.jsonl")
+SMALLER = {"prepare.py": ("--val_tokens=3000", "--shard_size=20000"), "train.py": TINY,
+           "sample.py": ("--max_new_tokens=4", "--num_samples=2"),
+           "hellaswag.py": ("--hellaswag_data=rows.jsonl",)}
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory):
+    """A folder with what the README's commands read: texts, HellaSwag rows, and a tiny model for "gpt2"."""
+    import prepare
+    import train
+    desk = tmp_path_factory.mktemp("desk")
+    for folder in ("notes", "my/texts"):
+        (desk / folder).mkdir(parents=True)
+        for i in range(3):
+            (desk / folder / f"{i}.txt").write_text(f"The quick brown fox {i} jumps over it. " * 900)
+    pq.write_table(pa.table({"body": [f"page {i} " * 900 for i in range(20)]}), desk / "pages.parquet")
+    row = dict(ind=1, activity_label="Fishing", ctx_a="A man sits.", ctx_b="he", ctx="A man sits. he", label="2",
+               endings=["eats.", "sleeps a lot.", "fishes.", "is a boat."])
+    (desk / "rows.jsonl").write_text((json.dumps(row) + "\n") * 6)
+    encoding = prepare.load_tokenizer("gpt2")
+    (desk / "tokenizer").mkdir()
+    prepare.save_tokenizer(encoding, desk / "tokenizer")
+    train.save_checkpoint(str(desk / "gpt2"), train.GPT(train.GPTConfig(64, 50257, 1, 1, 16, 0.0, False)),
+                          prepare.tokenizer_files(str(desk / "tokenizer")), encoding.eot_token)
+    shutil.rmtree(desk / "tokenizer")
+    return desk
+
+
+def in_small(command):
+    """The README's command as lists to start side by side, made small, with stand-ins for what isn't here."""
+    words = shlex.split(command)
+    at = next(i for i, word in enumerate(words) if word in SMALLER or word.startswith("tests/"))
+    script, args = words[at], words[at + 1:]
+    extra = list(SMALLER.get(script, ()))
+    if script == "prepare.py" and any("fineweb" in arg for arg in args):
+        extra += ["--source=notes/*.txt"]  # for the hub's set
+    if any(arg.startswith("config/quickstart") for arg in args) and script == "train.py":
+        extra = [word for word in extra if "n_" not in word]  # as it is, for two steps
+    start = [[sys.executable]]
+    if "--nnodes=2" in words:  # two machines on one
+        start = [["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", "--rdzv_id=1",
+                  "--rdzv_endpoint=localhost:29611"]] * 2
+    elif words[0] == "torchrun":
+        start = [["--standalone", "--nproc_per_node=2"]]
+    if words[0] == "torchrun":
+        start = [[sys.executable, "-m", "torch.distributed.run", *one] for one in start]
+    args = [str(ROOT / arg) if arg.startswith("config/") else arg for arg in args]
+    return script, [[*one, str(ROOT / script), *args, *extra] for one in start * (2 if words[0] == "srun" else 1)]
+
+
+def test_every_command_in_the_readme_works(desk):
+    """Each as typed, made small; the hub's data and models, 8 GPUs and several machines by stand-ins."""
+    seen, steps = [], 0
+    parts = [part.strip() for command in readme_commands() for part in command.split("&&")]
+    for part in parts:
+        if part.startswith("pip") or "pytest" in part or "bench_" in part or "timeit" in part:
+            bench = re.search(r"tests/bench_\w+\.py", part)
+            assert not bench or (ROOT / bench[0]).exists(), part
+            continue
+        script, commands = in_small(part)
+        if script == "train.py":  # those that go on have something to go on from
+            steps += 2
+            fresh = "init_from" not in part and "quickstart" not in part
+            more = [f"--max_iters={steps}"] + [f"--out_dir=out/{steps}"] * (fresh and steps > 4)
+            commands = [[*command, *more] for command in commands]
+        if "torchrun --nnodes" in part:
+            commands = [[word.replace("out/", "out/shared-") for word in command] for command in commands]
+        ranks = [{"SLURM_PROCID": str(i), "SLURM_NTASKS": "2"} if part.startswith("srun") else {}
+                 for i in range(len(commands))]
+        running = [subprocess.Popen(command, cwd=desk, env={**os.environ, **rank}, text=True,
+                                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+                   for command, rank in zip(commands, ranks, strict=True)]
+        for process in running:
+            output = process.communicate(timeout=180)[0]
+            assert process.returncode == 0, (part, output)
+        seen.append(script)
+    assert {*SMALLER} <= {*seen} and len(seen) > 15
+    assert len(list((desk / "data/fineweb_100B").glob("meta_*.json"))) == 2
+    assert (desk / "quickstart.svg").read_text().startswith("<svg")
+
+
+def test_the_python_of_the_readme_works(desk):
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+    code = code.replace("out/quickstart/checkpoint-600", str(desk / "gpt2")).replace("=50", "=5")
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+
+
+def test_the_experiments_of_the_readme_apply_and_train(desk):
+    """Each diff changes fewer than ten lines of train.py as it is today; the result trains, resumes, samples."""
+    diffs = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert len(diffs) == 3
+    for n, diff in enumerate(diffs):
+        home = desk / f"experiment-{n}"
+        home.mkdir()
+        for name in ("prepare.py", "sample.py", "hellaswag.py"):
+            shutil.copy(ROOT / name, home)
+        shutil.copytree(ROOT / "config", home / "config")
+        code, lines = (ROOT / "train.py").read_text(), diff.splitlines()
+        assert sum(line[0] in "+-" for line in lines) < 10
+        hunks = re.findall(r"((?:^[ -].*\n)+)((?:^\+.*\n)*)", diff, re.M)
+        for old, new in hunks:
+            kept = "".join(line[1:] + "\n" for line in old.splitlines() if line[0] == " ")
+            old = "".join(line[1:] + "\n" for line in old.splitlines())
+            assert code.count(old) == 1, old
+            code = code.replace(old, kept + "".join(line[1:] + "\n" for line in new.splitlines()))
+        (home / "train.py").write_text(code)
+        data = ("--dataset=notes", "--source=../notes/*.txt", "--tokenizer=bytes", "--val_tokens=3000")
+        run = [["prepare.py", *data], ["train.py", "--dataset=notes", "--out_dir=out", *TINY, "--max_iters=2"],
+               ["train.py", "--dataset=notes", "--out_dir=out", *TINY, "--max_iters=3", "--init_from=resume"],
+               ["sample.py", "--out_dir=out", *SMALLER["sample.py"]]]
+        for command in run:
+            done = subprocess.run([sys.executable, *command], cwd=home, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("tracker", ["trackio", "wandb"])
+def test_a_tracker_gets_every_row_and_a_resumed_run_goes_on_in_it(desk, tracker, tmp_path):
+    """trackio for real, offline; wandb, which wants an account, by a stand-in with its interface."""
+    data = ("--dataset=tracked", "--source=notes/*.txt", "--tokenizer=bytes", "--val_tokens=3000")
+    subprocess.run([sys.executable, ROOT / "prepare.py", *data], cwd=desk, check=True, capture_output=True)
+    env = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": str(tmp_path)}
+    if tracker == "trackio":
+        pytest.importorskip("trackio")
+    else:
+        (tmp_path / "wandb.py").write_text(
+            "import json\n"
+            "def init(**kw): note(init=kw)\n"
+            "def log(row, step): note(step=step, **row)\n"
+            "def note(**kw): open('wandb.txt', 'a').write(json.dumps(kw) + chr(10))\n")
+    for steps in ("4", "6"):
+        done = subprocess.run([sys.executable, ROOT / "train.py", "--dataset=tracked", f"--out_dir=out/{tracker}", *TINY,
+                               "--log_interval=1", "--eval_interval=2", "--init_from=auto", f"--tracker={tracker}",
+                               f"--max_iters={steps}"], cwd=desk, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    if tracker == "wandb":
+        rows = [json.loads(line) for line in (desk / "wandb.txt").open()]
+        assert [row["init"]["name"] for row in rows if "init" in row] == ["wandb"] * 2
+        assert rows[0]["init"]["config"]["max_iters"] == 4
+        steps = [row["step"] for row in rows if "loss" in row]
+    else:
+        out = subprocess.run([Path(sys.executable).parent / "trackio", "get", "metric", "--project=finegpt",
+                              "--run=trackio", "--metric=loss", "--json"], env=env, capture_output=True, text=True)
+        assert out.returncode == 0, out.stderr
+        steps = [row["step"] for row in json.loads(out.stdout)["values"]]
+    assert steps == [1, 2, 3, 4, 5, 6]
 
 
 def test_quickstart_in_small(tmp_path, monkeypatch, run):
