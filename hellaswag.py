@@ -17,6 +17,7 @@ import json
 import math
 import os
 import re
+import signal
 import sys
 from collections import namedtuple
 
@@ -278,4 +279,5 @@ def main():
             fail(f"out={out}: {error.strerror}; the results above stand")
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
     main()

@@ -390,7 +390,7 @@ def load_state(directory):
 def find_checkpoint(out_dir, checkpoint="latest"):
     """The directory of out_dir's "latest" or "best", or of a checkpoint by path or hub id."""
     if checkpoint not in ("latest", "best"):
-        return fetch(checkpoint, ["*.json", "merges.txt", "model.safetensors"])
+        return fetch(checkpoint, ["*.json", "merges.txt", "model*.safetensors"])
     steps = checkpoints_in(out_dir)
     if not steps:
         fail(f"no checkpoint in {out_dir}; train first: python train.py --out_dir={out_dir}")

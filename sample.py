@@ -256,5 +256,7 @@ if __name__ == "__main__":
         main()
     except BrokenPipeError:  # as in sample.py | head; stdout's last flush must not fail once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        fail(f"can't write the samples: {error}")
     except KeyboardInterrupt:
         sys.exit(130)

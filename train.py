@@ -156,15 +156,15 @@ def load_model(directory, block_size=0):
         shape = hf["vocab_size"], hf["n_layer"], hf["n_head"], hf["n_embd"]
         with torch.device("meta"):
             model = GPT(GPTConfig(T, *shape, dropout=0.0, gradient_checkpointing=False))
-        found, tensors = load_file(os.path.join(directory, "model.safetensors")), {}
         prefix = re.compile(r"^((_orig_mod|module|transformer)\.)*")  # wrappers add, the hub omits
-        found = {prefix.sub("transformer.", name): t.float() for name, t in found.items()}
+        files = map(load_file, Path(directory).glob("model*.safetensors"))  # large: in parts
+        found = {prefix.sub("transformer.", k): t.float() for f in files for k, t in f.items()}
         for name, p in model.state_dict().items():
             t = found[name].t() if name.endswith(TRANSPOSED) else found[name][:len(p)]
-            tensors[name] = F.pad(t, (0, 0, 0, -len(t) % 128)) if "wte" in name else t.contiguous()
-        model.load_state_dict(tensors, assign=True)
+            found[name] = F.pad(t, (0, 0, 0, -len(t) % 128)) if "wte" in name else t.contiguous()
+        model.load_state_dict(found, strict=False, assign=True)  # masks and the like are left
     except Exception as error:
-        fail(f"{directory}: no GPT-2 that can be loaded: {type(error).__name__} {error}")
+        fail(f"{directory}: no GPT-2 by config.json, safetensors: {type(error).__name__} {error}")
     return model.requires_grad_().eval()
 
 def save_checkpoint(directory, model, tokenizer, eot, **state):
@@ -248,6 +248,12 @@ def main():
     if tracker and (tracker not in ("wandb", "trackio") or not importlib.util.find_spec(tracker)):
         fail(f"tracker={tracker}: wandb or trackio, which pip install {tracker} brings, or none")
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    asked = []  # the signals that asked to stop
+    def ask(signum, frame):  # a second one ends at once, but torchrun repeats a terminal's first
+        asked.append(signum)
+        signal.signal(signum, signal.SIG_DFL if world_size == 1 else ask)
+    signal.signal(signal.SIGINT, ask)
+    signal.signal(signal.SIGTERM, ask)
     place = pick_device(device)
     compute, kind = pick_dtype(dtype, place), place.partition(":")[0]
     if kind == "cuda":
@@ -306,8 +312,8 @@ def main():
     unit = B * world_size * c.block_size
     if total_batch_size % unit:
         fail(f"total_batch_size={total_batch_size} isn't a multiple of {unit} = batch_size {B} x "
-             f"block_size {c.block_size} x {world_size} processes; the nearest that is: "
-             f"--total_batch_size={max(1, round(total_batch_size / unit)) * unit}")
+             f"block_size {c.block_size} x {world_size} processes: lower --batch_size, or take "
+             f"--total_batch_size={max(1, round(total_batch_size / unit)) * unit}, the nearest")
     n_params = sum(p.numel() for p in model.parameters()) - -vocab_size % 128 * c.n_embd  # unpadded
     print(f"{n_params:,} parameters on {place} in {compute}\n{total_batch_size:,} tokens a step = "
           f"{total_batch_size // unit} micro-batches x {world_size} processes x {B} sequences x "
@@ -338,12 +344,6 @@ def main():
         if tracking:
             tracking.log(row, step=step)
 
-    asked = []  # the signals that asked to stop
-    def ask(signum, frame):  # a second one ends at once, but torchrun repeats a terminal's first
-        asked.append(signum)
-        signal.signal(signum, signal.SIG_DFL if world_size == 1 else ask)
-    signal.signal(signal.SIGINT, ask)
-    signal.signal(signal.SIGTERM, ask)
     mean = lr = norm = None  # of the last step made here
     works, left, half, clock = not compile, "?", compute == "float16", (time.perf_counter(), step)
     bad = torch.zeros((), dtype=torch.int64, device=place)  # the first step gone wrong

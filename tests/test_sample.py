@@ -350,6 +350,13 @@ def test_a_broken_pipe_ends_quietly(tiny, offline, num_samples):
         assert process.wait(60) == 0 and "Traceback" not in said and "BrokenPipe" not in said, said
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_a_full_disk_is_one_line(tiny, run):
+    done = run("sample.py", f"--checkpoint={tiny}", "--max_new_tokens=3", "--num_samples=2", "--out=/dev/full")
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert "can't write" in done.stderr.splitlines()[-1]
+
+
 def test_compiled_gives_the_same_tokens(model):
     torch._dynamo.reset()
     prompts = [prompt(3), prompt(20)]

@@ -6,6 +6,7 @@ Runs are in this process where they can be: main() by runpy costs no new import 
 import json
 import math
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -150,8 +151,10 @@ def test_load_model_takes_every_spelling_of_a_gpt2(tmp_path):
         odd = {rename(k): t for k, t in tensors.items()}
         odd["h.0.attn.bias"] = torch.ones(1, 1, 32, 32)  # the causal mask of old exports
         save_file(odd, tmp_path / kind / "model.safetensors")
+    theirs.save_pretrained(tmp_path / "parts", max_shard_size="20KB")
+    assert len(list((tmp_path / "parts").glob("model-*.safetensors"))) > 1
     x = torch.randint(0, 300, (2, 20))
-    for kind in ("ours", "theirs", "hub", "compiled", "ddp"):
+    for kind in ("ours", "theirs", "parts", "hub", "compiled", "ddp"):
         again = train.load_model(str(tmp_path / kind))
         assert torch.equal(again.logits(again.hidden(x)), model.logits(model.hidden(x))), kind
     assert train.load_model(str(tmp_path / "ours"), block_size=8).config.block_size == 8
@@ -594,6 +597,28 @@ def test_compiled_once_whatever_is_looked_at_and_equal_to_eager(toy):
     assert names[0] == names[1] and all(name.startswith("transformer.") for name in names[0])
 
 
+def test_ctrl_c_before_the_first_step_saves_and_says_how_to_go_on(toy):
+    code = ("import os, runpy, signal, sys, torch; real, sent = torch.manual_seed, []\n"
+            "def seeding(seed):\n"  # first called before there is a model
+            "    sent or sent.append(os.kill(os.getpid(), signal.SIGINT))\n"
+            "    return real(seed)\n"
+            "torch.manual_seed = seeding\n"
+            f"sys.argv[0] = {str(ROOT / 'train.py')!r}; sys.path.insert(0, {str(ROOT)!r})\n"
+            "runpy.run_path(sys.argv[0], run_name='__main__')")
+    done = subprocess.run([sys.executable, "-c", code, *TINY], capture_output=True, text=True)
+    assert done.returncode == 130 and not done.stderr, done.stderr
+    assert "--init_from=resume" in done.stdout and prepare.checkpoints_in("out") == [0]
+
+
+def test_the_first_logged_step_prints_the_peak_memory(toy, capsys):
+    assert run(*TINY) == 0
+    lines = capsys.readouterr().out.splitlines()
+    found = [line for line in lines if re.fullmatch(r"peak memory \d+\.\d\d of \d+\.\d GiB", line)]
+    assert len(found) == 1 and " loss " in lines[lines.index(found[0]) + 1]
+    used, there = map(float, re.findall(r"[\d.]+", found[0]))
+    assert 0.05 < used < there
+
+
 def test_a_second_ctrl_c_leaves_at_once(toy):
     code = ("import os, runpy, signal, sys, torch; real = torch.nn.utils.clip_grad_norm_\n"
             "def slow(*args):\n"
@@ -603,7 +628,7 @@ def test_a_second_ctrl_c_leaves_at_once(toy):
             f"sys.argv[0] = {str(ROOT / 'train.py')!r}; sys.path.insert(0, {str(ROOT)!r})\n"
             "runpy.run_path(sys.argv[0], run_name='__main__')")
     done = subprocess.run([sys.executable, "-c", code, *TINY], capture_output=True, text=True)
-    assert done.returncode == 130 and prepare.checkpoints_in("out") == [0]
+    assert done.returncode == -signal.SIGINT and prepare.checkpoints_in("out") == [0]  # 130 in a shell
 
 
 def test_signals_in_a_real_process(toy):
