@@ -26,14 +26,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from config import configure, fail
-from prepare import tokenizer_of, write_file
+from prepare import find_checkpoint, tokenizer_of, write_file
 
 # model
 out_dir = "out/fineweb_small"  # train.py's output
 checkpoint = "latest"  # latest or best of out_dir, or a model directory or Hugging Face id
 # examples
 hellaswag_data = "Rowan/hellaswag"  # Hugging Face id or a .jsonl path
-protocol = "nanogpt"  # nanogpt or lm_eval
+protocol = "nanogpt"  # nanogpt or lm_eval, see above
 limit = 0  # examples to score, the first ones; 0: all
 out = ""  # also write the losses here, a JSON line an example
 # system
@@ -229,7 +229,7 @@ def score(examples, losses):
     return result
 
 def main():
-    from train import find_checkpoint, load_model, pick_device, pick_dtype
+    from train import load_model, pick_device, pick_dtype  # here: train.py imports this file
     configure(globals(), echo=sys.stderr)
     if protocol not in ("nanogpt", "lm_eval") or limit < 0 or batch_tokens < 1:
         fail(f"protocol={protocol} limit={limit} batch_tokens={batch_tokens}: they are nanogpt or "

@@ -4,7 +4,7 @@ Text out of a checkpoint.
     python sample.py config/quickstart.py                                ten samples of that run
     python sample.py --checkpoint=gpt2 --start="Once upon" --num_samples=1      GPT-2's own weights
 
-Prints each prompt with its continuation run on. A single sample appears as it is produced; several
+Prints each prompt followed by its continuation. A single sample appears as it is produced; several
 are made together, each with a line of dashes after it. Settings, notes and speed go to stderr.
 """
 import codecs
@@ -21,8 +21,8 @@ from collections import Counter
 import torch
 
 from config import configure, fail
-from prepare import tokenizer_of
-from train import find_checkpoint, load_model, pick_device, pick_dtype
+from prepare import find_checkpoint, tokenizer_of
+from train import load_model, pick_device, pick_dtype
 
 # model
 out_dir = "out/fineweb_small"  # where train.py wrote
@@ -112,7 +112,7 @@ def generate(model, prompts, seeds, max_new_tokens, vocab_size=None, compile=Fal
         S = slots if compile else min(slots, 64 * math.ceil(now / 64))
         held = now - 1 - (now - 1 - torch.arange(S, device=device)) % slots  # the time in each slot
         age = time[:, None] - held  # (T, S)
-        pos = (time - starts[:, None]).clamp(min=0)  # (B, T); what pads a short prompt sees itself
+        pos = (time - starts[:, None]).clamp(min=0)  # (B, T); padding sees itself: no mask is empty
         mask = (age >= 0) & (age <= pos[..., None])  # (B, T, S)
         keys, values = cache[:config.n_layer], cache[config.n_layer:]
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):

@@ -33,7 +33,7 @@ from prepare import (Windows, checkpoints_in, dataset_dir, find_checkpoint, keep
 dataset = "fineweb_small"  # folder of shards: data/<dataset>, or a path
 out_dir = "out/fineweb_small"  # checkpoints and log.jsonl go here
 init_from = "scratch"  # scratch, resume, auto (resume if there is one), a checkpoint or hub id
-# model
+# model; of given weights (init_from) only block_size, which crops, and dropout count
 n_layer = 12  # blocks
 n_head = 12  # attention heads
 n_embd = 768  # width
@@ -49,8 +49,8 @@ min_lr = 6e-5  # where the cosine ends, at max_iters
 warmup_iters = 700  # steps of linear warm-up
 optimizer = "adamw"  # adamw, or muon for the blocks' matrices and adamw for the rest
 weight_decay = 0.1  # on tensors of two or more dimensions
-beta1 = 0.9  # AdamW
-beta2 = 0.95  # AdamW
+beta1 = 0.9  # AdamW's decay of the gradient's mean
+beta2 = 0.95  # and of its square's
 grad_clip = 1.0  # largest gradient norm; 0 does not clip
 # watching; 0 switches an interval off
 eval_interval = 250  # steps between evaluations on val
@@ -58,10 +58,10 @@ eval_tokens = 10485760  # tokens of val, always the same ones
 hellaswag_interval = 0  # steps between HellaSwag evaluations
 hellaswag_data = "Rowan/hellaswag"  # Hugging Face id or a .jsonl path
 log_interval = 10  # steps between rows of log.jsonl
-save_interval = 1000  # steps between checkpoints
+save_interval = 1000  # steps between checkpoints; each better val loss brings one as well
 keep_checkpoints = 2  # the newest ones kept, beside the best
 patience = 0  # evaluations without a better val loss before stopping; 0 never stops
-tracker = ""  # wandb or trackio
+tracker = ""  # wandb or trackio; "" for neither
 # system
 seed = 1337  # initial weights, data order and dropout follow from it
 device = "auto"  # auto, cpu, cuda, cuda:1, mps
@@ -117,7 +117,7 @@ class GPT(nn.Module):
 
     def hidden(self, idx, pos=None, mask=None, cache=None):
         """
-        Token ids (B, T) -> (B, T, C), what the output matrix is applied to. pos: (T,) or (B, T),
+        Token ids (B, T) -> (B, T, C), the last hidden states, after ln_f. pos: (T,) or (B, T),
         else 0..T-1. mask: bool (B, 1, T, S), True where a token may look, else causal. cache:
         (keys, values, slots), (n_layer, B, H, S, D) twice and (T,): this call's keys and values go
         to slots, and it looks at the first mask.size(-1) slots.
@@ -149,7 +149,7 @@ def load_model(directory, block_size=0):
     try:
         hf = json.loads(Path(directory, "config.json").read_text(encoding="utf-8"))
         plain = dict(model_type="gpt2", activation_function="gelu_new", layer_norm_epsilon=1e-5,
-                     scale_attn_by_inverse_layer_idx=False)
+                     scale_attn_by_inverse_layer_idx=False, tie_word_embeddings=True)
         if plain != plain | {key: hf[key] for key in plain if key in hf}:
             raise ValueError(f"config.json is not a plain GPT-2's, which has {plain}")
         T = min(hf["n_positions"], block_size or hf["n_positions"])
@@ -233,7 +233,7 @@ def pick_dtype(dtype, device):
 
 # FLOP/s, dense, 16 bits, by the makers' data sheets
 PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12,
-              "L40S": 362e12, "L4": 121e12, "A10G?": 125e12, "RTX 4090": 165e12, "T4": 65e12}
+              "L40S": 362e12, "L4": 121e12, "A10": 125e12, "RTX 4090": 165e12, "T4": 65e12}
 
 # --- The run --------------------------------------------------------------------------------------
 
@@ -241,12 +241,12 @@ def main():
     settings = configure(globals())
     sizes = ("n_layer", "n_head", "n_embd", "block_size", "total_batch_size", "batch_size")
     for key, value in settings.items():
-        if isinstance(value, (int, float)) and value < (key in sizes):
+        if isinstance(value, (int, float)) and value < int(key in sizes):
             fail(f"{key}={value}: has to be {int(key in sizes)} or more")
     if n_embd % n_head or max(dropout, beta1, beta2) >= 1 or optimizer not in ("adamw", "muon"):
         fail(f"{n_embd=} over {n_head=}, {dropout=}, {beta1=}, {beta2=} or {optimizer=} can't be")
     if tracker and (tracker not in ("wandb", "trackio") or not importlib.util.find_spec(tracker)):
-        fail(f"tracker={tracker}: wandb or trackio, which pip install {tracker} brings, or none")
+        fail(f"tracker={tracker}: has to be wandb or trackio, installed by pip, or '' for none")
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     asked = []  # the signals that asked to stop
     def ask(signum, frame):  # a second one ends at once, but torchrun repeats a terminal's first
@@ -255,9 +255,9 @@ def main():
     signal.signal(signal.SIGINT, ask)
     signal.signal(signal.SIGTERM, ask)
     place = pick_device(device)
-    compute, kind = pick_dtype(dtype, place), place.partition(":")[0]
-    if kind == "cuda":
+    if "cuda" in place:
         torch.cuda.set_device(place)
+    compute, kind = pick_dtype(dtype, place), place.partition(":")[0]
     context = torch.autocast(kind, getattr(torch, compute), enabled=compute != "float32")
     torch.set_float32_matmul_precision("high")  # TF32; "medium" would mean bf16 on a CPU
     if rank == 0:
@@ -303,7 +303,7 @@ def main():
             if now[key] != then[key]:
                 fail(f"{key}={now[key]} was {then[key]}: put it back, or choose another --out_dir")
         step, best = saved["step"], saved["best"]
-        scaler.load_state_dict(saved["scaler"])
+        scaler.load_state_dict(saved["scaler"] or scaler.state_dict())  # {} if it ran in no float16
         for one, state in zip(optimizers, saved["optimizers"], strict=True):
             one.load_state_dict(one.state_dict() | {"state": state})  # hyperparameters are today's
 
@@ -314,7 +314,7 @@ def main():
         fail(f"total_batch_size={total_batch_size} isn't a multiple of {unit} = batch_size {B} x "
              f"block_size {c.block_size} x {world_size} processes: lower --batch_size, or take "
              f"--total_batch_size={max(1, round(total_batch_size / unit)) * unit}, the nearest")
-    n_params = sum(p.numel() for p in model.parameters()) - -vocab_size % 128 * c.n_embd  # unpadded
+    n_params = sum(map(torch.numel, model.parameters())) - (-vocab_size % 128) * c.n_embd  # no pad
     print(f"{n_params:,} parameters on {place} in {compute}\n{total_batch_size:,} tokens a step = "
           f"{total_batch_size // unit} micro-batches x {world_size} processes x {B} sequences x "
           f"{c.block_size} tokens; an epoch is {len(train_data) / sequences:,.1f} steps")
@@ -344,7 +344,7 @@ def main():
         if tracking:
             tracking.log(row, step=step)
 
-    mean = lr = norm = None  # of the last step made here
+    mean = lr = norm = None  # of this process's newest step
     works, left, half, clock = not compile, "?", compute == "float16", (time.perf_counter(), step)
     bad = torch.zeros((), dtype=torch.int64, device=place)  # the first step gone wrong
     while True:
@@ -352,7 +352,7 @@ def main():
         stop = torch.tensor(max(asked, default=0))
         reduce(stop, op=dist.ReduceOp.MAX)  # all leave at the same step
         last = step >= max_iters or patience and best["stale"] >= patience
-        fresh = mean is not None or not resume  # else all was done before the checkpoint
+        fresh = mean is not None or not resume  # what a resumed run looked at before it was saved
         due = {key for key in ("log", "eval", "hellaswag", "save")
                if fresh and (n := settings[f"{key}_interval"])
                and (step % n == 0 or last or (key, step) == ("log", 1))}
@@ -370,16 +370,17 @@ def main():
             report(**row)
         model.eval()
         if "eval" in due:
-            count, total = min(len(val_data), max(1, eval_tokens // c.block_size)), torch.zeros(1)
-            for first in range(rank * B, count, B * world_size):
-                x, y = val_data.read(range(first, min(first + B, count)), place)
+            count, nats = min(len(val_data), max(1, eval_tokens // c.block_size)), torch.zeros(1)
+            b = max(1, min(B, 4096 // c.block_size))  # uncompiled logits of more would fill a GPU
+            for first in range(rank * b, count, b * world_size):  # windows, the first ones of val
+                x, y = val_data.read(range(first, min(first + b, count)), place)
                 with context, torch.no_grad():
-                    total += len(x) * model(x, y).item()
-            reduce(total)
+                    nats += len(x) * model(x, y).item()
+            reduce(nats)
             best["stale"] += 1
-            if total.item() / count < best["val_loss"]:
-                best = dict(val_loss=total.item() / count, step=step, stale=0)
-            report(val_loss=total.item() / count)
+            if nats.item() / count < best["val_loss"]:
+                best = dict(val_loss=nats.item() / count, step=step, stale=0)
+            report(val_loss=nats.item() / count)
             last = last or patience and best["stale"] >= patience
         if "hellaswag" in due:
             with context:
@@ -400,7 +401,7 @@ def main():
             clock = time.perf_counter(), step
 
         # learn: one optimizer step from the mean of its micro-batches
-        mean = None
+        mean, lr = None, get_lr(step, learning_rate, min_lr, warmup_iters, max_iters)
         while mean is None:  # once; again, whole, if memory runs out or the compiler fails
             model.zero_grad()
             torch.manual_seed(mix(seed, step, rank))  # dropout follows from the step as well
@@ -430,7 +431,6 @@ def main():
                 torch.compiler.set_stance("force_eager")
         reduce(mean)
         mean /= world_size
-        lr = get_lr(step, learning_rate, min_lr, warmup_iters, max_iters)
         for one in optimizers:
             scaler.unscale_(one)
             for group in one.param_groups:

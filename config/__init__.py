@@ -28,14 +28,14 @@ def nearest(word, known):
     return f"; did you mean {near[0]}?" if near else ""
 
 def settings_of(script):
-    """{key: (default, meaning)}: the lower-case literals that a script assigns before its defs."""
+    """{key: meaning}: the lower-case names that a script assigns, one a line, before its defs."""
     lines, found = Path(script).read_text(encoding="utf-8").splitlines(), {}
     for node in ast.parse("\n".join(lines)).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             break
-        if isinstance(node, ast.Assign) and node.targets[0].id.islower():
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "").islower():
             meaning = lines[node.end_lineno - 1][node.end_col_offset:].partition("#")[2]
-            found[node.targets[0].id] = ast.literal_eval(node.value), meaning.strip()
+            found[node.targets[0].id] = meaning.strip()
     return found
 
 def convert(key, value, want, where):
@@ -75,25 +75,25 @@ def read_recipe(path):
 def configure(script, argv=None, echo=None):
     """Override a script's settings (script: its globals()) from argv; prints and returns them."""
     mine, folder = settings_of(script["__file__"]), Path(script["__file__"]).parent
+    defaults = {key: script[key] for key in mine if isinstance(script[key], (str, int, float))}
     anyones = set(mine).union(*map(settings_of, filter(Path.exists, map(folder.joinpath, SCRIPTS))))
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
         print(script["__doc__"].strip() + "\n\nSettings, as --key=value or in a config file:")
-        for key, (default, meaning) in mine.items():
-            print(f"  {key:22} {type(default).__name__:6} {default!r:28} {meaning}")
+        for key, default in defaults.items():
+            print(f"  {key:22} {type(default).__name__:6} {default!r:28} {mine[key]}")
         sys.exit(0)
     for arg in argv:
         flag, equals, text = arg.removeprefix("--").partition("=")
-        recipe, known = not arg.startswith("-"), mine if arg.startswith("-") else anyones
+        recipe, known = not arg.startswith("-"), defaults if arg.startswith("-") else anyones
         for key, value in (read_recipe(arg) if recipe else {flag: text}).items():
             if key not in known:
                 fail(f"{arg}: no setting {key!r}" + nearest(key, known))
             if not (recipe or equals):
                 fail(f"{arg}: write it as --{key}=VALUE")
-            if key in mine:
-                script[key] = convert(key, value, type(mine[key][0]), arg)
-    settings = {key: script[key] for key in mine}
+            if key in defaults:
+                script[key] = convert(key, value, type(defaults[key]), arg)
+    settings = {key: script[key] for key in defaults}
     if os.environ.get("RANK", "0") == "0":
-        shown = " ".join(f"{key}={value!r}" for key, value in settings.items())
-        print("settings:", shown, file=echo or sys.stdout, flush=True)
+        print("settings:", *(f"{k}={v!r}" for k, v in settings.items()), file=echo, flush=True)
     return settings

@@ -1,5 +1,6 @@
 """The promises of the project as a whole: sizes, recipes, settings, README."""
 import ast
+import importlib
 import json
 import math
 import os
@@ -67,10 +68,28 @@ def test_arrows_point_one_way():
 
 # --- settings
 
+def defaults_of(script):
+    values = vars(importlib.import_module(script.removesuffix(".py")))
+    return {key: values[key] for key in config.settings_of(ROOT / script)}
+
+
+def test_edits_that_people_make_at_the_top_of_a_script(tmp_path, run):
+    """Arithmetic, other settings, what isn't a setting; from one script's top and read by another."""
+    (tmp_path / "config").symlink_to(ROOT / "config")
+    top = ("import os\nbatch_size = 2**4  # sequences\nlearning_rate = 3e-4  # peak\nmin_lr = learning_rate / 10  # end\n"
+           "a, b = 1, 2\nos.environ['X'] = 'y'\nhelper = os.path.join  # not a setting\n"
+           "from config import configure\ndef main():\n    print(configure(globals()))\nmain()\n")
+    (tmp_path / "train.py").write_text(top)
+    (tmp_path / "sample.py").write_text(top)
+    done = subprocess.run([sys.executable, "train.py", "--batch_size=3", "--min_lr=1"], cwd=tmp_path,
+                          capture_output=True, text=True)
+    assert done.stdout.endswith("{'batch_size': 3, 'learning_rate': 0.0003, 'min_lr': 1.0}\n"), done.stderr
+
+
 def configure(script, *argv):
     """The settings that a script would run with; script as a name."""
     names = {"__file__": str(ROOT / script), "__doc__": "x"}
-    names |= {key: default for key, (default, _) in config.settings_of(ROOT / script).items()}
+    names |= defaults_of(script)
     return config.configure(names, argv)
 
 
@@ -152,14 +171,14 @@ def test_help_lists_every_setting(script):
     done = subprocess.run([sys.executable, ROOT / script, "--help"], capture_output=True, text=True,
                           env={**os.environ, "TIKTOKEN_CACHE_DIR": "/nonexistent"})
     assert done.returncode == 0 and (script != "prepare.py" or time.time() - begun < 3)
-    for key, (_, meaning) in config.settings_of(ROOT / script).items():
+    for key, meaning in config.settings_of(ROOT / script).items():
         assert key in done.stdout and meaning and meaning in done.stdout
 
 
 def test_a_key_means_the_same_in_every_script():
     seen = {}
     for script in SCRIPTS:
-        for key, (default, _) in config.settings_of(ROOT / script).items():
+        for key, default in defaults_of(script).items():
             if key not in ("compile",):
                 assert seen.setdefault(key, default) == default, (script, key)
 
