@@ -16,7 +16,6 @@ import hashlib
 import itertools
 import json
 import os
-import platform
 import random
 import re
 import shutil
@@ -166,15 +165,6 @@ def show_row(row, line, log_file):
         print(line, flush=True)
     except OSError:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
-
-def vocabulary(folder):
-    """(vocab_size, eot) by the folder's vocab.json; GPT-2's where there is none."""
-    path = Path(folder, "vocab.json")
-    try:
-        vocab = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {EOT: 50256}
-        return max(vocab.values()) + 1, vocab[EOT]
-    except Exception as error:
-        fail(f"{path}: not the vocabulary of a tokenizer ({brief(error)}); prepare the folder anew")
 
 def write_file(path, *parts):
     """Write aside, sync, rename: whenever the power goes, path has its old bytes or all the new."""
@@ -353,27 +343,27 @@ def tokenizer_of(folder, vocab_size=0):
     return encoding
 
 def tokenizer_files(folder):
-    """{name: bytes} of a dataset's tokenizer; where it has none GPT-2's, if that can be had."""
+    """(vocab_size, eot, {name: bytes}) of a dataset; if it has none, GPT-2's, if to be had."""
     try:
         if os.path.exists(os.path.join(folder, "vocab.json")):
-            return {name: Path(folder, name).read_bytes() for name in TOKENIZER_FILES}
-    except OSError as error:
-        fail(f"{error.filename}: {error.strerror}, so that checkpoints could not be sampled: "
-             "prepare the folder anew")
+            files = {name: Path(folder, name).read_bytes() for name in TOKENIZER_FILES}
+            vocab = json.loads(files["vocab.json"])
+            return max(vocab.values()) + 1, vocab[EOT], files
+    except Exception as error:
+        fail(f"{folder}: {', '.join(TOKENIZER_FILES)} aren't whole ({brief(error)}), so that "
+             "checkpoints could not be sampled: prepare the folder anew")
     try:
         import tiktoken
         with tempfile.TemporaryDirectory() as made:
             save_tokenizer(tiktoken.get_encoding("gpt2"), made)
-            return tokenizer_files(made) if os.path.isdir(folder) else {}
+            return tokenizer_files(made)
     except Exception:
-        return {}
+        return 50257, 50256, {}
 
 def checkpoints_in(out_dir):
     """The steps of the checkpoints in out_dir, in order."""
-    names = os.listdir(out_dir) if os.path.isdir(out_dir) else []
-    names = [name for name in names if re.fullmatch(r"checkpoint-(0|[1-9][0-9]*)", name)]
-    names = [name for name in names if os.path.exists(f"{out_dir}/{name}/config.json")]
-    return sorted(int(name[11:]) for name in names)
+    names = [path.parent.name for path in Path(out_dir).glob("checkpoint-*/config.json")]
+    return sorted(int(n[11:]) for n in names if re.fullmatch(r"checkpoint-(0|[1-9][0-9]*)", n))
 
 def load_state(directory):
     """A checkpoint's trainer_state.pt; its tensors stay on the disk until they are used."""
@@ -408,7 +398,8 @@ def pydocs():
     warnings.simplefilter("ignore")  # old escapes in old modules
     library, documents = Path(os.__file__).parent, list(topics.values())
     for path in sorted(library.rglob("*.py")):
-        if {"site-packages", "dist-packages", "test", "tests", "idle_test"} & set(path.parts):
+        inside = set(path.relative_to(library).parts)
+        if {"site-packages", "dist-packages", "test", "tests", "idle_test"} & inside:
             continue
         try:
             tree = ast.parse(path.read_bytes())  # read, not imported: that could do anything
@@ -429,8 +420,7 @@ def open_source(files, settings):
     from pyarrow.dataset import ParquetFragmentScanOptions
     del os.environ["USE_TORCH"]
     datasets.disable_progress_bars()
-    for name in ("datasets", "huggingface_hub"):  # what goes wrong is told by us, in one line
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    logging.disable(logging.CRITICAL)  # what goes wrong is told by us, in one line
     source, text_key, nodes = settings["source"], settings["text_key"], settings["world_size"]
     in_pieces = ParquetFragmentScanOptions(use_buffered_stream=True, pre_buffer=False)
     text = datasets.Features({text_key: datasets.Value("string")})
@@ -499,8 +489,7 @@ def read_groups(stream, text_key, place):
                     after, failures = stream.state_dict(), 0
                     yield place, texts
                     place, texts, size = after, [], 0
-            if texts:
-                yield place, texts
+            yield place, texts  # maybe none, which in_order takes for the end, as it is
             return
         except Exception as error:  # what a network does is worth another try, from the last place
             failures += 1
@@ -519,8 +508,8 @@ def tokenize(texts):
     try:  # one call for all: it lets other threads run, and makes no Python ints
         tokens = OWN.encoding.encode_to_numpy(text, allowed_special="all")
     except UnicodeEncodeError:  # lone surrogates, mended as tiktoken does it
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        tokens = OWN.encoding.encode_to_numpy(text, allowed_special="all")
+        return tokenize([t.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+                         for t in texts])
     except BaseException as error:  # Rust's panics are no Exception
         fail(f"can't tokenize {len(texts)} documents from {texts[0][:40]!r} on: {error}")
     if tokens.max() > 65535:
@@ -528,7 +517,7 @@ def tokenize(texts):
     return tokens.astype("<u2")
 
 def in_order(groups, encoding, threads):
-    """Yield (place, characters, tokens) in order, with the threads at work some way ahead."""
+    """Yield (place, tokens) in order, with the threads at work some way ahead."""
     def own_encoding():
         """Threads that share an Encoding get half as much done. <|endoftext|> in text is text."""
         OWN.mark = f"<{os.urandom(16).hex()}>"
@@ -545,7 +534,7 @@ def in_order(groups, encoding, threads):
             while flight and (ahead > FLIGHT * threads or not texts):
                 place, size, future = flight.popleft()
                 ahead -= size
-                yield place, size, future.result()
+                yield place, future.result()
     finally:
         pool.shutdown(cancel_futures=True)
         groups.close()  # a stream left open can abort the interpreter's exit
@@ -580,17 +569,15 @@ def write_meta(folder, meta):
     name = "meta.json" if meta["world_size"] == 1 else f"meta_{meta['rank']}.json"
     write_file(os.path.join(folder, name), json.dumps(meta, indent=1).encode("utf-8"))
 
-def write_shard(folder, meta, tokens, lengths, resume):
+def write_shard(folder, meta, tokens, lengths):
     """The next shard: written aside, noted in meta, shown to readers; a kill undoes no step."""
     n, node = len(meta["shards"]), meta["rank"]
     number = 1 + node + (n - (node == 0)) * meta["world_size"] if n or node else 0
-    name = os.path.basename(os.path.abspath(folder))
-    name = f"{name}_{'train' if number else 'val'}_{number:06}.bin"
+    name = f"{Path(folder).absolute().name}_{'train' if number else 'val'}_{number:06}.bin"
     header = np.array([MAGIC, 1, len(tokens)] + [0] * 253, "<i4")
     digest = hashlib.sha256(header)
     digest.update(tokens)
     parts = np.array_split(tokens, len(tokens) // 10**6 + 1)  # for small temporaries
-    meta["resume"] = resume
     meta["shards"].append({
         "file": name, "tokens": len(tokens), "sha256": digest.hexdigest(),
         "documents": sum(int(np.count_nonzero(part == meta["eot"])) for part in parts),
@@ -621,50 +608,43 @@ def main():
 
     encoding = load_tokenizer(tokenizer)
     lengths = np.zeros(65536, np.uint16)  # of each id, in bytes
-    for token, i in encoding._mergeable_ranks.items():
-        lengths[i] = len(token)
+    lengths[[*encoding._mergeable_ranks.values()]] = [*map(len, encoding._mergeable_ranks)]
     if not meta:
         if not files and source != "pydocs":
-            try:
+            with contextlib.suppress(Exception):  # opening it will say why
                 from huggingface_hub import HfApi
                 settings["revision"] = HfApi().dataset_info(source).sha
-            except Exception:
-                pass  # opening it will say why
         versions = {name: metadata.version(name) for name in ("tiktoken", "datasets", "numpy")}
         meta = settings | {
-            "settings": settings, "versions": versions | {"python": platform.python_version()},
+            "settings": settings, "versions": versions | {"python": sys.version.split()[0]},
             "vocab_size": encoding.max_token_value + 1, "eot": encoding.eot_token,
             "sha256": save_tokenizer(encoding, folder) if node == 0 else {},
-            "shards": [], "tokens": 0, "bytes": 0, "resume": {"place": None, "skip": 0}}
+            "shards": [], "tokens": 0, "bytes": 0, "resume": {"place": None, "seen": 0}}
     stream = open_source(files, meta)
 
     from tqdm import tqdm
-    before, skip = meta["bytes"], meta["resume"]["skip"]  # tokens at the place that are in shards
-    seen, documents = meta["tokens"] - skip, 0  # seen: tokens before the group at hand
+    before, seen = meta["bytes"], meta["resume"]["seen"]  # seen: tokens before the group at hand
     limit = max_tokens // nodes + (node < max_tokens % nodes) if max_tokens else sys.maxsize
     capacity = shard_size if node or meta["shards"] else val_tokens
     buffer, filled = np.empty(max(capacity, shard_size), "<u2"), 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    bar = tqdm(unit="B", unit_scale=True, disable=None)  # none where stderr is no terminal
+    bar = tqdm(unit=" tokens", unit_scale=True, disable=None)  # none where stderr is no terminal
     try:
         groups = read_groups(stream, text_key, meta["resume"]["place"])
-        for place, size, tokens in in_order(groups, encoding, num_proc or cores):
+        for place, tokens in in_order(groups, encoding, num_proc or cores):
             tokens = tokens[:limit - seen]
-            used = min(skip, len(tokens))
-            skip -= used
-            while used < len(tokens):
+            rest = tokens[max(0, meta["tokens"] - seen):]  # what is before them is in shards
+            while len(rest):
                 if filled == capacity:  # and there is more, so it isn't the last
-                    resume = {"place": place, "skip": used}
-                    write_shard(folder, meta, buffer[:filled], lengths, resume)
+                    meta["resume"] = {"place": place, "seen": seen}
+                    write_shard(folder, meta, buffer[:filled], lengths)
                     bar.write(f"{meta['shards'][-1]['file']}: {meta['tokens']:,} tokens so far")
                     filled, capacity = 0, shard_size
-                n = min(capacity - filled, len(tokens) - used)
-                buffer[filled:filled + n] = tokens[used:used + n]
-                filled, used = filled + n, used + n
+                part, rest = rest[:capacity - filled], rest[capacity - filled:]
+                buffer[filled:filled + len(part)] = part
+                filled += len(part)
             seen += len(tokens)
-            documents += np.count_nonzero(tokens == meta["eot"])
-            bar.update(size)
-            bar.set_postfix_str(f"{documents:,} documents, {seen:,} tokens", refresh=False)
+            bar.update(len(tokens))
             if seen == limit:
                 break
         rest = buffer[:filled]
@@ -674,8 +654,7 @@ def main():
             capacity = max(1, filled // 10)
         while len(rest):
             part, rest, capacity = rest[:capacity], rest[capacity:], shard_size
-            resume = {"place": None, "skip": seen - len(rest)} if len(rest) else None
-            write_shard(folder, meta, part, lengths, resume)
+            write_shard(folder, meta, part, lengths)
         meta["resume"] = None
         write_meta(folder, meta)
     except OSError as error:

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from config import configure, fail
 from prepare import (Windows, checkpoints_in, dataset_dir, find_checkpoint, keep_freed_memory,
                      load_state, lock, mix, peak_memory, remove_folder, show_row, tokenizer_files,
-                     tokenizer_of, vocabulary, write_file, write_folder)
+                     tokenizer_of, write_file, write_folder)
 
 # data and output
 dataset = "fineweb_small"  # folder of shards: data/<dataset>, or a path
@@ -277,7 +277,7 @@ def main():
     if steps and not resume:
         fail(f"{out_dir} holds a run: go on by --init_from=resume, or choose another --out_dir")
     folder = dataset_dir(dataset)
-    (vocab_size, eot), tokenizer = vocabulary(folder), tokenizer_files(folder)
+    vocab_size, eot, tokenizer = tokenizer_files(folder)
     torch.manual_seed(seed % 2**63)
     settings["dataset"] = os.path.basename(os.path.normpath(folder))  # however the path is spelt
     if resume or init_from not in ("scratch", "auto"):

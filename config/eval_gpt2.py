@@ -6,7 +6,8 @@
 #
 # Hardware: any; on a CPU add --eval_tokens=65536. Needs fineweb_small's shards (or --dataset), and
 # the hub for the weights. Outcome: GPT-2's FineWeb-Edu val loss is publicly given as about 3.29;
-# not rerun by us, the hub was out of our reach.
+# not rerun by us, the hub was out of our reach. It measures once; to measure again, delete
+# out/eval_gpt2 or give another --out_dir.
 dataset = "fineweb_small"
 out_dir = "out/eval_gpt2"
 init_from = "gpt2"

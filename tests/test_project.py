@@ -224,7 +224,7 @@ def desk(tmp_path_factory):
     (desk / "tokenizer").mkdir()
     prepare.save_tokenizer(encoding, desk / "tokenizer")
     train.save_checkpoint(str(desk / "gpt2"), train.GPT(train.GPTConfig(64, 50257, 1, 1, 16, 0.0, False)),
-                          prepare.tokenizer_files(str(desk / "tokenizer")), encoding.eot_token)
+                          prepare.tokenizer_files(str(desk / "tokenizer"))[2], encoding.eot_token)
     shutil.rmtree(desk / "tokenizer")
     return desk
 
