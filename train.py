@@ -24,10 +24,8 @@ from safetensors.torch import load_file, save_file
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recompute
 
+import prepare  # also what reads its shards, finds checkpoints and writes files whole
 from config import configure, fail
-from prepare import (Windows, checkpoints_in, dataset_dir, find_checkpoint, keep_freed_memory,
-                     load_state, lock, mix, peak_memory, remove_folder, show_row, tokenizer_files,
-                     tokenizer_of, write_file, write_folder)
 
 # data and output
 dataset = "fineweb_small"  # folder of shards: data/<dataset>, or a path
@@ -180,11 +178,11 @@ def save_checkpoint(directory, model, tokenizer, eot, **state):
               n_positions=c.block_size, n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd, **ends)
     files = tokenizer | {"config.json": json.dumps(hf, indent=2).encode(),
                          "generation_config.json": json.dumps(ends, indent=2).encode()}
-    with write_folder(directory) as aside:
+    with prepare.write_folder(directory) as aside:
         save_file(tensors, f"{aside}/model.safetensors", metadata={"format": "pt"})
         torch.save(state, f"{aside}/trainer_state.pt")
         for name, data in files.items():
-            write_file(f"{aside}/{name}", data)
+            prepare.write_file(f"{aside}/{name}", data)
 
 # --- Optimization and hardware --------------------------------------------------------------------
 
@@ -261,27 +259,27 @@ def main():
     context = torch.autocast(kind, getattr(torch, compute), enabled=compute != "float32")
     torch.set_float32_matmul_precision("high")  # TF32; "medium" would mean bf16 on a CPU
     if rank == 0:
-        lock(out_dir)  # makes it, and keeps a second run out
+        prepare.lock(out_dir)  # makes it, and keeps a second run out
     if world_size > 1:  # gloo beside nccl: ranks agree on flags without waiting for the device
         dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
         atexit.register(dist.destroy_process_group)
-    keep_freed_memory()
+    prepare.keep_freed_memory()
     reduce = dist.all_reduce if world_size > 1 else lambda *_, **__: None
     sys.stdout = sys.stdout if rank == 0 else open(os.devnull, "w", encoding="utf-8")
     if not os.path.isdir(out_dir):
         fail(f"out_dir={out_dir}: not seen by rank {rank}; all machines have to share its disk")
 
     # start from new weights, from somebody's, or from this run's newest checkpoint
-    steps = checkpoints_in(out_dir)
+    steps = prepare.checkpoints_in(out_dir)
     resume = init_from == "resume" or init_from == "auto" and bool(steps)
     if steps and not resume:
         fail(f"{out_dir} holds a run: go on by --init_from=resume, or choose another --out_dir")
-    folder = dataset_dir(dataset)
-    vocab_size, eot, tokenizer = tokenizer_files(folder)
+    folder = prepare.dataset_dir(dataset)
+    vocab_size, eot, tokenizer = prepare.tokenizer_files(folder)
     torch.manual_seed(seed % 2**63)
     settings["dataset"] = os.path.basename(os.path.normpath(folder))  # however the path is spelt
     if resume or init_from not in ("scratch", "auto"):
-        source = find_checkpoint(out_dir, "latest" if resume else init_from)
+        source = prepare.find_checkpoint(out_dir, "latest" if resume else init_from)
         model = load_model(source, block_size)
         print(f"from {source}: {model.config}")
     else:
@@ -290,13 +288,14 @@ def main():
     c.dropout, c.gradient_checkpointing = dropout, gradient_checkpointing
     if c.vocab_size != vocab_size:
         fail(f"{folder} has {vocab_size} token ids, the model {c.vocab_size}: another tokenizer")
-    train_data, val_data = (Windows(folder, s, c.block_size, vocab_size) for s in ("train", "val"))
+    train_data = prepare.Windows(folder, "train", c.block_size, vocab_size)
+    val_data = prepare.Windows(folder, "val", c.block_size, vocab_size)
     shards = [[os.path.basename(s.path), s.tokens] for s in train_data.shards + val_data.shards]
     optimizers = make_optimizers(model.to(place), optimizer, weight_decay, (beta1, beta2))
     scaler = torch.amp.GradScaler(kind, enabled=compute == "float16")
     step, best = 0, dict(val_loss=math.inf, step=-1, stale=0)  # stale: evaluations since the best
     if resume:
-        saved = load_state(source)
+        saved = prepare.load_state(source)
         now, then = dict(settings, shards=shards), dict(saved["settings"], shards=saved["shards"])
         for key in ("seed", "block_size", "total_batch_size", "n_layer", "n_head", "n_embd",
                     "optimizer", "dataset", "shards"):
@@ -326,7 +325,7 @@ def main():
     engine = DistributedDataParallel(engine) if world_size > 1 else engine
     if hellaswag_interval:
         import hellaswag
-        examples = hellaswag.load(hellaswag_data, tokenizer_of(folder), c.block_size)
+        examples = hellaswag.load(hellaswag_data, prepare.tokenizer_of(folder), c.block_size)
     tracking = __import__(tracker) if tracker and rank == 0 else None
     if tracking:
         tracking.init(project="finegpt", name=Path(out_dir).name, config=settings, resume="allow")
@@ -334,13 +333,13 @@ def main():
     if rank == 0 and log_path.exists():  # rows past the checkpoint will come again
         rows = re.finditer(r'^{"step": (\d+), .+}\n', log_path.read_text("utf-8", "replace"), re.M)
         rows = [row[0] for row in rows if resume and int(row[1]) <= step]
-        write_file(log_path, "".join(rows).encode())
+        prepare.write_file(log_path, "".join(rows).encode())
     log_file = open(log_path, "a", encoding="utf-8")
 
     def report(**row):  # an aligned line for the eye, a row for the machine
         shown = [f"{k} {v:<9,.0f}" if v >= 1000 else f"{k} {v:<9.4g}" for k, v in row.items()]
         line = f"step {step:>{len(str(max_iters))}}/{max_iters} {left:>9} left  {' '.join(shown)}"
-        show_row(dict(step=step) | row, line, log_file)
+        prepare.show_row(dict(step=step) | row, line, log_file)
         if tracking:
             tracking.log(row, step=step)
 
@@ -363,7 +362,7 @@ def main():
             row = dict(loss=mean.item(), lr=lr, grad_norm=norm.item())  # waits for the device
             seconds = (time.perf_counter() - clock[0]) / (step - clock[1])
             if left == "?":  # the first of this process
-                print(peak_memory(place))
+                print(prepare.peak_memory(place))
             speed, left = total_batch_size / seconds, f"{(max_iters - step) * seconds / 60:.1f} min"
             row |= dict(tokens=step * total_batch_size, ms=1000 * seconds, tok_per_sec=speed)
             row |= {"mfu": flops * speed / peak / world_size} if peak else {}
@@ -393,8 +392,9 @@ def main():
                             step=step, best=best, settings=settings, shards=shards,
                             scaler=scaler.state_dict(),
                             optimizers=[one.state_dict()["state"] for one in optimizers])
-            for old in set(checkpoints_in(out_dir)[:-max(1, keep_checkpoints)]) - {best["step"]}:
-                remove_folder(f"{out_dir}/checkpoint-{old}")
+            older = prepare.checkpoints_in(out_dir)[:-max(1, keep_checkpoints)]
+            for old in set(older) - {best["step"]}:
+                prepare.remove_folder(f"{out_dir}/checkpoint-{old}")
         if last or stop:
             break
         if due:
@@ -404,7 +404,7 @@ def main():
         mean, lr = None, get_lr(step, learning_rate, min_lr, warmup_iters, max_iters)
         while mean is None:  # once; again, whole, if memory runs out or the compiler fails
             model.zero_grad()
-            torch.manual_seed(mix(seed, step, rank))  # dropout follows from the step as well
+            torch.manual_seed(prepare.mix(seed, step, rank))  # dropout follows from the step too
             micro_steps, total = sequences // (B * world_size), 0.0
             try:
                 for micro in range(micro_steps):
