@@ -162,7 +162,7 @@ def test_load_model_takes_every_spelling_of_a_gpt2(tmp_path):
 
 @pytest.mark.parametrize("change", [
     {"activation_function": "relu"}, {"model_type": "llama"}, {"n_layer": 3}, {"n_embd": 32},
-    {"scale_attn_by_inverse_layer_idx": True}, {"vocab_size": 5000}])
+    {"scale_attn_by_inverse_layer_idx": True}, {"tie_word_embeddings": False}, {"vocab_size": 5000}])
 def test_load_model_refuses_what_it_would_get_wrong(tmp_path, capsys, change):
     save(tiny_model(), tmp_path / "x")
     path = tmp_path / "x" / "config.json"
@@ -595,6 +595,13 @@ def test_compiled_once_whatever_is_looked_at_and_equal_to_eager(toy):
     from safetensors import safe_open
     names = [set(safe_open(f"{d}/checkpoint-10/model.safetensors", "pt").keys()) for d in ("out", "eager")]
     assert names[0] == names[1] and all(name.startswith("transformer.") for name in names[0])
+
+
+@pytest.mark.parametrize("then,now", [("float32", "float16"), ("float16", "float32")])
+def test_a_run_resumes_in_another_dtype(toy, then, now):
+    assert run(*TINY, "--max_iters=2", f"--dtype={then}") == 0
+    assert run(*TINY, "--max_iters=4", f"--dtype={now}", "--init_from=resume") == 0
+    assert prepare.checkpoints_in("out")[-1] == 4
 
 
 def test_ctrl_c_before_the_first_step_saves_and_says_how_to_go_on(toy):
