@@ -444,7 +444,7 @@ def main():
         bad = torch.where((bad > 0) | mean.isfinite() & (norm.isfinite() | half), bad, step)
     command = f"{'torchrun ...' if world_size > 1 else 'python'} {' '.join(sys.argv)}"
     print(f"{out_dir}: step {step}; to go on: {command} --init_from=resume" if stop else "finished")
-    sys.exit(128 + int(stop) if stop else 0)
+    return 128 + int(stop) if stop else 0
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -3,8 +3,8 @@ Muon against AdamW: after what share of AdamW's steps has Muon AdamW's final val
 
     python tests/bench_muon.py books.parquet fineweb_sample.parquet           two cores: an hour
 
-Both train the same model from the same weights on the same batches, at each of the same learning
-rates, with the same warm-up, cosine and weight decay; each optimizer's best rate counts. The corpus
+Both train the same model from the same weights on the same batches, with the same warm-up, cosine and
+weight decay, at three learning rates or more around each one's best, which counts. The corpus
 is the same number of characters of each file, in pieces of 5,000, shuffled. The runs are train.py's,
 one core each, as many at a time as there are cores; killed, the same command goes on.
 """
@@ -65,15 +65,16 @@ def main():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("texts", nargs="+", help=".parquet files with a column text")
     parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--rates", default="1e-3,2e-3,4e-3")
+    parser.add_argument("--adamw", default="5e-4,1e-3,2e-3,4e-3", help="learning rates")
+    parser.add_argument("--muon", default="1e-3,2e-3,4e-3", help="learning rates")
     parser.add_argument("--out", type=Path, default=Path("out/muon"), help="folder for the runs")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     if not list(args.out.glob("data/muon/*_train_*.bin")):
         make_corpus(args.texts, args.out)
     pool, runs = ThreadPoolExecutor(os.cpu_count()), {}
-    for rate in map(float, args.rates.split(",")):
-        for optimizer in ("adamw", "muon"):
+    for optimizer in ("adamw", "muon"):
+        for rate in map(float, getattr(args, optimizer).split(",")):
             runs[optimizer, rate] = pool.submit(
                 train, args.out, f"{optimizer}-{rate}", optimizer=optimizer, learning_rate=rate,
                 min_lr=rate / 10, max_iters=args.steps)
@@ -83,7 +84,8 @@ def main():
             for name in ("adamw", "muon")}
     print("| learning rate | AdamW | Muon |\n|---|---|---|")
     for rate in sorted({rate for _, rate in runs}):
-        print(f"| {rate:g} | {final['adamw', rate]:.3f} | {final['muon', rate]:.3f} |")
+        cells = (f"{final[name, rate]:.3f}" if (name, rate) in final else "" for name in ("adamw", "muon"))
+        print(f"| {rate:g} | {' | '.join(cells)} |")
     step = reached(runs["muon", best["muon"][1]], best["adamw"][0])
     print(f"Muon (lr {best['muon'][1]:g}) has AdamW's final {best['adamw'][0]:.3f} (lr {best['adamw'][1]:g}) "
           f"after {step:.0f} of {args.steps} steps: {step / args.steps:.0%}")
