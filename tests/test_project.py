@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -241,8 +242,11 @@ def in_small(command):
         extra = [word for word in extra if "n_" not in word]  # as it is, for two steps
     start = [[sys.executable]]
     if "--nnodes=2" in words:  # two machines on one
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
         start = [["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", "--rdzv_id=1",
-                  "--rdzv_endpoint=localhost:29611"]] * 2
+                  f"--rdzv_endpoint=localhost:{port}"]] * 2
     elif words[0] == "torchrun":
         start = [["--standalone", "--nproc_per_node=2"]]
     if words[0] == "torchrun":
@@ -274,7 +278,7 @@ def test_every_command_in_the_readme_works(desk):
                                     stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
                    for command, rank in zip(commands, ranks, strict=True)]
         for process in running:
-            output = process.communicate(timeout=180)[0]
+            output = process.communicate(timeout=400)[0]
             assert process.returncode == 0, (part, output)
         seen.append(script)
     assert {*SMALLER} <= {*seen} and len(seen) > 15
