@@ -8,6 +8,7 @@ Text to uint16 token shards, the format of llm.c and modded-nanogpt, which train
 The same command goes on where a killed one stopped. Start it on several nodes by torchrun or srun
 (or with --rank and --world_size) and they share the source; put their shards into one folder.
 """
+import atexit
 import contextlib
 import ctypes
 import glob
@@ -233,6 +234,15 @@ def keep_freed_memory():
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-4, 0)  # M_MMAP_MAX: large blocks from the heap as well
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: and never back to the system
+
+def leave(code):
+    """End the process; a rank of torchrun's at once, as gloo's threads can abort a slow exit."""
+    if "WORLD_SIZE" in os.environ:
+        atexit._run_exitfuncs()
+        with contextlib.suppress(OSError):  # a closed pipe
+            sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
 
 def peak_memory(device):
     """What a GPU, else this process, has used at most, and what the GPU or the machine has."""

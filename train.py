@@ -447,4 +447,4 @@ def main():
     return 128 + int(stop) if stop else 0
 
 if __name__ == "__main__":
-    sys.exit(main())
+    prepare.leave(main())
