@@ -353,7 +353,7 @@ def tokenizer_of(folder, vocab_size=0):
     return encoding
 
 def tokenizer_files(folder):
-    """(vocab_size, eot, {name: bytes}) of a dataset; if it has none, GPT-2's, if to be had."""
+    """(vocab_size, eot, {name: bytes}) of a dataset's tokenizer; GPT-2's, or no files, if none."""
     try:
         if os.path.exists(os.path.join(folder, "vocab.json")):
             files = {name: Path(folder, name).read_bytes() for name in TOKENIZER_FILES}
@@ -362,6 +362,7 @@ def tokenizer_files(folder):
     except Exception as error:
         fail(f"{folder}: {', '.join(TOKENIZER_FILES)} aren't whole ({brief(error)}), so that "
              "checkpoints could not be sampled: prepare the folder anew")
+    find_shards(folder, "train")  # a folder mistyped shows before the network is asked for GPT-2's
     try:
         import tiktoken
         with tempfile.TemporaryDirectory() as made:

@@ -249,7 +249,7 @@ def main():
     asked = []  # the signals that asked to stop
     def ask(signum, frame):  # a second one ends at once, but torchrun repeats a terminal's first
         asked.append(signum)
-        signal.signal(signum, signal.SIG_DFL if world_size == 1 else ask)
+        signal.signal(signum, ask if world_size > 1 else lambda again, _: os._exit(128 + again))
     signal.signal(signal.SIGINT, ask)
     signal.signal(signal.SIGTERM, ask)
     place = pick_device(device)

@@ -1,7 +1,7 @@
 """
 Muon against AdamW: after what share of AdamW's steps has Muon AdamW's final val loss?
 
-    python tests/bench_muon.py books.parquet fineweb_sample.parquet           two cores: an hour
+    python tests/bench_muon.py books.parquet fineweb_sample.parquet           two cores: over an hour
 
 Both train the same model from the same weights on the same batches, with the same warm-up, cosine and
 weight decay, at three learning rates or more around each one's best, which counts. The corpus

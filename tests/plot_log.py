@@ -1,7 +1,7 @@
 """
 The loss curves of one or more runs as an SVG: train (thin) and val (dots) over tokens.
 
-    python tests/plot_log.py out/quickstart/log.jsonl --out=tests/quickstart.svg
+    python tests/plot_log.py out/quickstart/log.jsonl --out=quickstart.svg
     python tests/plot_log.py AdamW=out/a/log.jsonl Muon=out/b/log.jsonl --out=both.svg --top=8
 """
 import argparse

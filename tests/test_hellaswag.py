@@ -5,6 +5,7 @@ import math
 import os
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -457,6 +458,17 @@ def test_no_compiler(in_bytes, data, run, tmp_path):
     assert "acc_norm " in done.stdout
     assert "EncodingWarning" not in "".join(
         line for line in done.stderr.splitlines() if str(REPO) in line)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a pipe by name")
+def test_ctrl_c_leaves_no_traceback(in_bytes, tmp_path):
+    os.mkfifo(tmp_path / "never.jsonl")  # reading it waits for a writer
+    command = [sys.executable, REPO / "hellaswag.py", f"--checkpoint={in_bytes}",
+               f"--hellaswag_data={tmp_path / 'never.jsonl'}"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr.readline().startswith("settings:")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) != 0 and "Traceback" not in process.stderr.read()
 
 
 def test_import_only_defines_names():
