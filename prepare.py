@@ -11,6 +11,7 @@ The same command goes on where a killed one stopped. Start it on several nodes b
 import atexit
 import contextlib
 import ctypes
+import functools
 import glob
 import gzip
 import hashlib
@@ -423,6 +424,14 @@ def pydocs():
     random.Random(1337).shuffle(documents)
     return [text.encode("utf-8", "replace").decode() for text in documents if len(text) > 200]
 
+def parse_lines(lines, text_key):
+    """Lines of JSON -> their texts, or all their columns where none has a text."""
+    rows = [json.loads(line) for line in lines["line"] if line.strip()]
+    if not all(isinstance(row, dict) for row in rows):
+        raise ValueError("a line that is no JSON object")
+    keys = dict.fromkeys(itertools.chain(*rows)).keys()
+    return {key: [row.get(key) for row in rows] for key in keys & {text_key} or keys}
+
 def open_source(files, settings):
     """This node's part of the source, a stream of rows that can tell its place and return to it."""
     import logging
@@ -434,10 +443,11 @@ def open_source(files, settings):
     logging.disable(logging.CRITICAL)  # what goes wrong is told by us, in one line
     source, text_key, nodes = settings["source"], settings["text_key"], settings["world_size"]
     in_pieces = ParquetFragmentScanOptions(use_buffered_stream=True, pre_buffer=False)
-    text = datasets.Features({text_key: datasets.Value("string")})
+    text, line = ({key: datasets.Value("string")} for key in (text_key, "line"))
     kinds = {".parquet": ("parquet", {"batch_size": 1000, "fragment_scan_options": in_pieces}),
-             ".txt": ("text", {"sample_by": "document", "features": text}),
-             ".jsonl": ("json", {}), ".json": ("json", {})}
+             ".txt": ("text", {"sample_by": "document", "features": datasets.Features(text)}),
+             ".jsonl": ("text", {"features": datasets.Features(line), "encoding": "utf-8-sig"}),
+             ".json": ("json", {})}
     try:
         if source == "pydocs":
             stream = datasets.Dataset.from_dict({text_key: pydocs()}).to_iterable_dataset(nodes)
@@ -448,8 +458,14 @@ def open_source(files, settings):
             kind, options = kinds[ending]
             files = [f"gzip://{Path(file).stem}::{file}" if file.endswith(".parquet.gz")
                      else glob.escape(file) for file in files]
-            stream = datasets.load_dataset(
-                kind, data_files=files, split="train", streaming=True, **options)
+            load = functools.partial(datasets.load_dataset, kind, data_files=files, split="train",
+                                     streaming=True, **options)
+            stream = load()  # the other columns may differ from file to file and row to row
+            if ending == ".parquet" and text_key in stream.column_names:
+                stream = load(columns=[text_key])
+            if ending == ".jsonl":
+                stream = stream.map(parse_lines, batched=True, batch_size=8,
+                                    remove_columns=["line"], fn_kwargs={"text_key": text_key})
         elif glob.has_magic(source) or Path(source.removesuffix(".gz")).suffix in kinds:
             raise FileNotFoundError("no such file")
         else:

@@ -179,13 +179,45 @@ def test_text_key_and_nested_glob(main, tmp_path):
         "<|endoftext|>" + f"text {i} " * 9 for i in range(3))
 
 
+def test_other_columns_may_differ(main, tmp_path):
+    """From file to file, and in JSON lines from row to row: only the text is asked for."""
+    import pyarrow
+    import pyarrow.parquet
+    texts = documents(60)
+    others = {"id": 7}, {"id": "x", "url": "y"}, {"m": {"a": 1}}, {"m": [2]}, {}
+    rows = [{"text": text} | others[i // 20] for i, text in enumerate(texts)]
+    for i in range(3):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[20 * i:20 * i + 20]), f"{i}.parquet")
+    folder = main("--source=*.parquet")
+    want = hashes(folder)
+    for path in folder.iterdir():
+        path.unlink()
+    rows = [others[i % 5] | {"text": text} for i, text in enumerate(texts)]
+    lines = "".join("\n" + json.dumps(row) + "\n" for row in rows)
+    Path("t.jsonl").write_text("\ufeff" + lines + "\n\n", encoding="utf-8")
+    assert hashes(main("--source=t.jsonl")) == want
+
+
+def test_json_lines_keep_what_is_in_a_text(main, tmp_path):
+    texts = ["a\u2028b\x85c\r\nd", "half \ud800 a pair", "\0", *documents(9)]
+    lines = [json.dumps({"text": text}, ensure_ascii=i != 0) for i, text in enumerate(texts)]
+    Path("t.jsonl").write_text("\n".join([*lines, '{"text": null}', '{"id": 3}']), encoding="utf-8")
+    folder = main("--source=t.jsonl")
+    texts[1] = texts[1].replace("\ud800", "\ufffd")
+    whole = sum(tokens_of(folder, "val") + tokens_of(folder, "train"), [])
+    assert prepare.load_tokenizer("bytes").decode(whole) == "".join(
+        "<|endoftext|>" + text for text in [*texts, "", ""])
+
+
 BAD = {
     "latin.txt": (b"caf\xe9 au lait", "latin.txt"),
     "latin.jsonl": (b'{"text": "caf\xe9"}\n', "latin.jsonl"),
     "cut.jsonl": (b'{"text": "a"}\n{"text": \n', "cut.jsonl"),
-    "surrogate.jsonl": (b'{"text": "a \\ud800 b"}\n', "surrogate.jsonl"),
+    "list.jsonl": (b'{"text": "a"}\n["b"]\n', "list.jsonl: a line that is no JSON object"),
+    "object.jsonl": (b'{"text": {"de": "a"}}\n', "no text in column 'text'"),
+    "late.jsonl": (b'{"text": "a"}\n' * 9 + b'{"body": "a"}\n' * 9, "pick --text_key from: body"),
     "no.parquet": (b"PAR1 but no more than that", "no.parquet"),
-    "empty.jsonl": (b"", "nothing in it"),
+    "empty.jsonl": (b"", "has 0 tokens"),
     "columns.jsonl": (b'{"body": "a", "title": "b"}\n', "body, title"),
     "number.jsonl": (b'{"text": 7}\n', "no text in column 'text'"),
     "cut.jsonl.gz": (gzip.compress(b'{"text": "a long enough line"}\n')[:20], "cut.jsonl"),
@@ -430,12 +462,14 @@ class Stop(BaseException):
 
 @pytest.mark.parametrize("step", ["write_file", "write_meta", "replace"])
 @pytest.mark.parametrize("nth", [1, 2, 5])
-def test_stopped_between_any_two_steps(main, tmp_path, monkeypatch, step, nth):
+@pytest.mark.parametrize("write", [write_parquet, write_jsonl])
+def test_stopped_between_any_two_steps(main, tmp_path, monkeypatch, step, nth, write):
     """Die before the nth time of each step of write_shard: the set comes out the same."""
     texts = documents(100)
-    source = write_parquet(tmp_path / "t.parquet", texts)
+    source = write(tmp_path / f"t.{write.__name__[6:]}", texts)
     args = (f"--source={source}", "--shard_size=1000", "--val_tokens=1000")
     module, calls = fresh(), []
+    module.GROUP, module.FLIGHT = 500, 1000  # so that the place is amid the file
 
     def dying(real, count=lambda *args: True):
         def call(*args, **options):
@@ -454,7 +488,7 @@ def test_stopped_between_any_two_steps(main, tmp_path, monkeypatch, step, nth):
         main(*args, module=module)
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
-    folder = main(*args)
+    folder = main(*args, module=module)
     want = reference(texts, prepare.load_tokenizer("bytes"), 1000, 1000)
     assert tokens_of(folder, "val") + tokens_of(folder, "train") == want
 
