@@ -17,6 +17,7 @@ import gzip
 import hashlib
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -155,18 +156,31 @@ class Windows:
         n, stream = len(self), range(first, first + count)
         return self.read([permute(i % n, n, mix(seed, i // n)) for i in stream], device)
 
-def show_row(row, line, log_file):
-    """A row to the log, a line to the terminal; a full disk ends the run, a closed pipe doesn't."""
-    try:
-        log_file.write(json.dumps(row) + "\n")
+def open_log(path, step, resume):
+    """The run's log, to append to, without the rows past the step, which will come again."""
+    if os.path.isfile(path):
+        text = Path(path).read_text("utf-8", "replace")
+        rows = re.finditer(r'^{"step": (\d+), .+}\n', text, re.M)  # not one cut short
+        rows = [row[0] for row in rows if resume and int(row[1]) <= step]
+        write_file(path, "".join(rows).encode())
+    return open(path, "a", encoding="utf-8")
+
+def show_row(step, row, max_iters, left, log_file, tracker=None):
+    """A row to the log and the eye; a full disk ends the run, a closed pipe doesn't."""
+    try:  # JSON has no infinity
+        kept = {key: value if math.isfinite(value) else None for key, value in row.items()}
+        log_file.write(json.dumps({"step": step} | kept) + "\n")
         log_file.flush()
     except OSError as error:
         fail(f"{log_file.name}: {error.strerror}; the checkpoints are whole: make room, then go on "
              "with --init_from=resume")
+    shown = (f"{key} {x:<9,.0f}" if x >= 1000 else f"{key} {x:<9.4g}" for key, x in row.items())
     try:
-        print(line, flush=True)
+        print(f"step {step:>{len(str(max_iters))}}/{max_iters} {left:>9} left ", *shown, flush=True)
     except OSError:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
+    if tracker:
+        tracker.log(row, step=step)
 
 def write_file(path, *parts):
     """Write aside, sync, rename: whenever the power goes, path has its old bytes or all the new."""
@@ -371,6 +385,14 @@ def tokenizer_files(folder):
             return tokenizer_files(made)
     except Exception:
         return 50257, 50256, {}
+
+def check_tokenizer(files, folder, checkpoint):
+    """Fail if a checkpoint says that its tokens are not those of folder's tokenizer files."""
+    own = os.path.join(checkpoint, "vocab.json")
+    if files and os.path.exists(own):
+        if json.loads(files["vocab.json"]) != json.loads(Path(own).read_bytes()):
+            fail(f"{folder} and {checkpoint} have different tokenizers: prepare the data anew with "
+                 f"--tokenizer={checkpoint}")
 
 def checkpoints_in(out_dir):
     """The steps of the checkpoints in out_dir, in order."""

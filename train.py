@@ -113,20 +113,23 @@ class GPT(nn.Module):
                 nn.init.normal_(p, 0, 0.02 / (2 * config.n_layer if "c_proj" in name else 1) ** 0.5)
         self.transformer.wte.weight.data[config.vocab_size:] = 0  # get no gradient, so stay 0
 
+    def run(self, part, *args):
+        """part(*args); under gradient checkpointing computed anew in backward, not kept for it."""
+        if self.config.gradient_checkpointing and self.training:
+            return recompute(part, *args, use_reentrant=False)
+        return part(*args)
+
     def hidden(self, idx, pos=None, mask=None, cache=None):
-        """
-        Token ids (B, T) -> (B, T, C), the last hidden states, after ln_f. pos: (T,) or (B, T),
-        else 0..T-1. mask: bool (B, 1, T, S), True where a token may look, else causal. cache:
-        (keys, values, slots), (n_layer, B, H, S, D) twice and (T,): this call's keys and values go
-        to slots, and it looks at the first mask.size(-1) slots.
-        """
+        """Token ids (B, T) -> (B, T, C), the last hidden states, after ln_f.
+
+        pos: (T,) or (B, T), else 0..T-1. mask: bool (B, 1, T, S), True where a token may look, else
+        causal. cache: (keys, values, slots), (n_layer, B, H, S, D) twice and (T,): this call's keys
+        and values go to slots, and it looks at the first mask.size(-1) slots."""
         pos = torch.arange(idx.size(1), device=idx.device) if pos is None else pos
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
         x = F.dropout(x, self.config.dropout, self.training)
         for i, block in enumerate(self.transformer.h):
-            args = x, mask, cache and (cache[0][i], cache[1][i], cache[2])
-            again = self.config.gradient_checkpointing and self.training
-            x = recompute(block, *args, use_reentrant=False) if again else block(*args)
+            x = self.run(block, x, mask, cache and (cache[0][i], cache[1][i], cache[2]))
         return self.transformer.ln_f(x)
 
     def logits(self, x):
@@ -135,8 +138,12 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets):
         """idx and targets (B, T) -> mean cross-entropy, in nats a token."""
-        logits = self.logits(self.hidden(idx))
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        def loss(x, y):
+            logits = self.logits(x).float().flatten(0, 1)
+            return F.cross_entropy(logits, y.flatten(), reduction="sum")
+        B, T = idx.shape  # logits are the largest tensors: those of some 1,024 tokens at a time
+        b = max(1, 1024 // T) if self.config.gradient_checkpointing and self.training else B
+        return sum(map(self.run, [loss] * B, self.hidden(idx).split(b), targets.split(b))) / (B * T)
 
 # --- Checkpoints: Hugging Face model directories, plus trainer_state.pt for resuming -------------
 
@@ -237,10 +244,10 @@ PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e
 
 def main():
     settings = configure(globals())
-    sizes = ("n_layer", "n_head", "n_embd", "block_size", "total_batch_size", "batch_size")
     for key, value in settings.items():
-        if isinstance(value, (int, float)) and value < int(key in sizes):
-            fail(f"{key}={value}: has to be {int(key in sizes)} or more")
+        least = int(key.startswith("n_") or key.endswith("_size"))
+        if not isinstance(value, str) and value < least:
+            fail(f"{key}={value}: has to be {least} or more")
     if n_embd % n_head or max(dropout, beta1, beta2) >= 1 or optimizer not in ("adamw", "muon"):
         fail(f"{n_embd=} over {n_head=}, {dropout=}, {beta1=}, {beta2=} or {optimizer=} can't be")
     if tracker and (tracker not in ("wandb", "trackio") or not importlib.util.find_spec(tracker)):
@@ -281,6 +288,7 @@ def main():
     if resume or init_from not in ("scratch", "auto"):
         source = prepare.find_checkpoint(out_dir, "latest" if resume else init_from)
         model = load_model(source, block_size)
+        prepare.check_tokenizer(tokenizer, folder, source)
         print(f"from {source}: {model.config}")
     else:
         model = GPT(GPTConfig(block_size, vocab_size, n_layer, n_head, n_embd, dropout, False))
@@ -329,19 +337,10 @@ def main():
     tracking = __import__(tracker) if tracker and rank == 0 else None
     if tracking:
         tracking.init(project="finegpt", name=Path(out_dir).name, config=settings, resume="allow")
-    log_path = Path(out_dir, "log.jsonl") if rank == 0 else Path(os.devnull)
-    if rank == 0 and log_path.exists():  # rows past the checkpoint will come again
-        rows = re.finditer(r'^{"step": (\d+), .+}\n', log_path.read_text("utf-8", "replace"), re.M)
-        rows = [row[0] for row in rows if resume and int(row[1]) <= step]
-        prepare.write_file(log_path, "".join(rows).encode())
-    log_file = open(log_path, "a", encoding="utf-8")
+    log_file = prepare.open_log(f"{out_dir}/log.jsonl" if rank == 0 else os.devnull, step, resume)
 
-    def report(**row):  # an aligned line for the eye, a row for the machine
-        shown = [f"{k} {v:<9,.0f}" if v >= 1000 else f"{k} {v:<9.4g}" for k, v in row.items()]
-        line = f"step {step:>{len(str(max_iters))}}/{max_iters} {left:>9} left  {' '.join(shown)}"
-        prepare.show_row(dict(step=step) | row, line, log_file)
-        if tracking:
-            tracking.log(row, step=step)
+    def report(**row):
+        prepare.show_row(step, row, max_iters, left, log_file, tracking)
 
     mean = lr = norm = None  # of this process's newest step
     works, left, half, clock = not compile, "?", compute == "float16", (time.perf_counter(), step)
@@ -381,7 +380,7 @@ def main():
                 best = dict(val_loss=nats.item() / count, step=step, stale=0)
             report(val_loss=nats.item() / count)
             last = last or patience and best["stale"] >= patience
-        if "hellaswag" in due:
+        if "hellaswag" in due or last and fresh and hellaswag_interval:
             with context:
                 losses = hellaswag.evaluate(model, examples, B * c.block_size, rank, world_size)
             found = hellaswag.score(examples, losses)

@@ -225,6 +225,32 @@ def test_gradient_checkpointing_keeps_less_and_changes_nothing():
     assert kept[1] < 0.4 * kept[0], kept
 
 
+def largest_with(model, idx):
+    """The loss, its gradients, and the most numbers that one tensor with a vocabulary held."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    sizes, padded = [0], model.transformer.wte.weight.size(0)
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **kwargs or {})
+            if isinstance(out, torch.Tensor) and out.dim() and out.size(-1) in (padded, model.config.vocab_size):
+                sizes.append(out.numel())
+            return out
+    with Watch():
+        loss = model(idx[:, :-1], idx[:, 1:])
+        loss.backward()
+    return loss, [p.grad for p in model.parameters()], max(sizes)
+
+
+def test_gradient_checkpointing_has_few_logits_at_a_time():
+    idx = torch.randint(0, 5000, (6, 1025))
+    plain, again = (largest_with(tiny_model(vocab_size=5000, n_embd=16, block_size=1024, gradient_checkpointing=g).train(), idx)
+                    for g in (False, True))
+    assert torch.allclose(plain[0], again[0], atol=1e-6)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(plain[1], again[1], strict=True))
+    assert plain[2] == 6 * again[2] == 6 * 1024 * 5120
+
+
 # --- optimizer, schedule, choices
 
 def test_every_parameter_is_in_one_group_and_only_matrices_decay():
@@ -392,14 +418,14 @@ def test_out_of_memory_halves_the_batch_and_keeps_the_trajectory(toy, monkeypatc
 
     calls = 0
 
-    def oom(logits, targets):
+    def oom(logits, targets, **how):
         nonlocal calls
         calls += torch.is_grad_enabled()
         if logits.requires_grad and len(targets) > 32 and calls > 3:
             if where == "forward":
                 raise torch.OutOfMemoryError("CUDA out of memory (injected)")
-            return Fails.apply(real(logits, targets))
-        return real(logits, targets)
+            return Fails.apply(real(logits, targets, **how))
+        return real(logits, targets, **how)
 
     monkeypatch.setattr(torch.nn.functional, "cross_entropy", oom)
     assert run(*TINY, "--dropout=0") == 0
@@ -409,7 +435,7 @@ def test_out_of_memory_halves_the_batch_and_keeps_the_trajectory(toy, monkeypatc
 
 
 def test_out_of_memory_at_one_sequence_is_one_line(toy, monkeypatch, capsys):
-    def oom(logits, targets):
+    def oom(logits, targets, **how):
         if logits.requires_grad:
             raise torch.OutOfMemoryError("injected")
         return torch.zeros(())
@@ -424,10 +450,10 @@ def test_a_non_finite_step_ends_the_run_and_spares_the_checkpoints(toy, monkeypa
     real, clip = torch.nn.functional.cross_entropy, torch.nn.utils.clip_grad_norm_
     calls = 0
 
-    def bad_loss(logits, targets):
+    def bad_loss(logits, targets, **how):
         nonlocal calls
         calls += logits.requires_grad
-        return real(logits, targets) * (math.nan if logits.requires_grad and calls > 8 else 1)
+        return real(logits, targets, **how) * (math.nan if logits.requires_grad and calls > 8 else 1)
 
     def bad_norm(parameters, limit):
         nonlocal calls
@@ -460,6 +486,7 @@ def test_float16_skips_a_step_for_all_optimizers_and_resumes_its_scale(toy, monk
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", overflow)
     assert run(*args) == 0
     assert weights(step=2) == weights(step=3) != weights(step=4)
+    assert [row["grad_norm"] for row in log() if row.get("grad_norm", 0) is None] == [None]  # and no Infinity
     assert state(step=4)["scaler"]["scale"] > 0
 
 
@@ -521,6 +548,13 @@ def test_patience(toy):
     assert [r["step"] for r in log() if "val_loss" in r] == [0, 2, 4]
 
 
+def test_a_run_that_loses_patience_ends_with_hellaswag(toy):
+    Path("h.jsonl").write_text("".join(json.dumps(row) + "\n" for row in HELLASWAG))
+    assert run(*TINY, "--learning_rate=0", "--min_lr=0", "--patience=2", "--eval_interval=2", "--dropout=0",
+               "--hellaswag_interval=3", "--hellaswag_data=h.jsonl") == 0
+    assert [r["step"] for r in log() if "hellaswag_acc" in r] == [0, 3, 4]
+
+
 def test_finetuning_takes_the_architecture_and_the_smaller_context(toy, capsys):
     save(tiny_model(vocab_size=257), toy / "given")
     args = [a for a in TINY if not a.startswith(("--n_", "--block"))] + ["--block_size=16"]
@@ -530,6 +564,16 @@ def test_finetuning_takes_the_architecture_and_the_smaller_context(toy, capsys):
     assert run(*args, "--init_from=resume", "--max_iters=3") == 0
     save(tiny_model(vocab_size=300), toy / "other")
     assert run(*args, "--init_from=other", "--out_dir=x") == 2
+
+
+def test_a_checkpoint_with_another_tokenizer_of_the_same_size_is_refused(toy, capsys):
+    assert run(*TINY, "--max_iters=3") == 0
+    vocab = json.loads(Path("data/toy/vocab.json").read_text())
+    vocab |= {"a": vocab["b"], "b": vocab["a"]}
+    Path("data/toy/vocab.json").write_text(json.dumps(vocab))
+    for more in ("--init_from=out/checkpoint-3", "--out_dir=x"), ("--init_from=resume",):
+        assert run(*TINY, *more) == 2
+        assert "different tokenizers" in (err := capsys.readouterr().err) and err.count("\n") == 1
 
 
 def test_a_full_disk_or_a_failing_sync_spares_the_old_checkpoint(toy, monkeypatch, capsys):
@@ -709,7 +753,7 @@ def test_a_reader_of_the_terminal_that_leaves_does_not_end_a_run(toy):
 def test_a_full_disk_under_the_log_is_one_line(toy, capsys):
     full = open("/dev/full", "w")
     with pytest.raises(SystemExit) as end:
-        prepare.show_row({"step": 1}, "step 1", full)
+        prepare.show_row(1, {"loss": 2.0}, 9, "?", full)
     with pytest.raises(OSError):
         full.close()
     assert end.value.code == 2 and "No space left" in (err := capsys.readouterr().err) and err.count("\n") == 1
