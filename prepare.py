@@ -11,7 +11,6 @@ The same command goes on where a killed one stopped. Start it on several nodes b
 import atexit
 import contextlib
 import ctypes
-import functools
 import glob
 import gzip
 import hashlib
@@ -57,7 +56,7 @@ EOT = "<|endoftext|>"
 MAGIC = 20240520  # opens llm.c's header of 256 int32: magic, version, token count, zeros
 HEADER = 1024  # its bytes
 GROUP = 1 << 18  # characters a thread takes at a time: some 15 ms
-FLIGHT = 1 << 24  # characters a thread that may wait: its work of a second, to write a shard in
+FLIGHT = 1 << 24  # characters in flight per thread: a second's work, while a shard is written
 LOCKS = []  # open files, locked until the process ends
 OWN = threading.local()  # a thread's own Encoding
 Shard = namedtuple("Shard", "path offset tokens")  # offset: bytes before the first token
@@ -73,7 +72,7 @@ def dataset_dir(dataset):
 def find_shards(folder, split):
     """The folder's shards of split, "train" or "val", in order, each checked against its size."""
     names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-    found = [m for m in (re.fullmatch(rf"((.+)_)?{split}(_\d+)?\.bin", n) for n in names) if m]
+    found = [m for m in (re.fullmatch(rf"(.+_)?{split}(_\d+)?\.bin", n) for n in names) if m]
     if not found:
         fail(f"{folder}: no {split} shards (*_{split}_*.bin or {split}.bin; .npy is not read); "
              f"make them by python prepare.py --dataset={folder} with a recipe or --source")
@@ -106,7 +105,7 @@ def mix(*keys):
     return int.from_bytes(digest, "little") >> 1
 
 def permute(i, n, key):
-    """Where a permutation of range(n) that key picks puts i: no table of n, so no limit on n."""
+    """Where the permutation of range(n) that key picks puts i, without a table of n entries."""
     half = 1 << (n.bit_length() + 1) // 2
     while True:  # a Feistel network permutes range(half * half); walk on until inside n
         left, right = divmod(i, half)
@@ -117,31 +116,29 @@ def permute(i, n, key):
             return i
 
 class Windows:
-    """A split in windows of block_size + 1 tokens, neighbours share one: each is a target once."""
+    """A split as windows of block_size + 1 tokens; neighbours share one: none is a target twice."""
 
     def __init__(self, folder, split, block_size, vocab_size):
         self.shards, self.vocab_size = find_shards(folder, split), vocab_size
         self.block_size = block_size
-        self.ends = np.cumsum([(shard.tokens - 1) // block_size for shard in self.shards])
+        self.sums = np.cumsum([0, *((shard.tokens - 1) // block_size for shard in self.shards)])
         if not len(self):
             fail(f"{folder}: its longest {split} shard has {max(s.tokens for s in self.shards)} "
-                 f"tokens, block_size={block_size} needs {block_size + 1}: lower it, or prepare "
-                 "more text")
+                 f"tokens, block_size={block_size} needs {block_size + 1}: lower it or add text")
         short = [os.path.basename(s.path) for s in self.shards if s.tokens <= block_size]
         if short:
             print(f"shorter than a window and passed over: {' '.join(short)}")
 
     def __len__(self):
-        return int(self.ends[-1])
+        return int(self.sums[-1])
 
     def read(self, indices, device="cpu"):
         """Windows by number -> inputs and targets, (B, block_size) int64 each, on the device."""
         import torch
         tokens = np.empty((len(indices), self.block_size + 1), np.int64)
         for row, i in zip(tokens, indices, strict=True):
-            n = int(np.searchsorted(self.ends, i, side="right"))
-            before = int(self.ends[n - 1]) if n else 0
-            row[:] = read_tokens(self.shards[n], (i - before) * self.block_size, len(row))
+            n = int(np.searchsorted(self.sums, i, side="right")) - 1
+            row[:] = read_tokens(self.shards[n], int(i - self.sums[n]) * self.block_size, len(row))
             if row.max() >= self.vocab_size:  # inside a GPU it would be an assert without a name
                 fail(f"{self.shards[n].path}: token id {row.max()}, and the vocabulary has "
                      f"{self.vocab_size}; prepare it anew with the model's tokenizer")
@@ -208,7 +205,7 @@ def write_folder(path):
     """A folder to fill, synced and renamed to path at the end; or it fails with path untouched."""
     parent, name = os.path.split(path)
     for left in glob.glob(glob.escape(parent) + "/tmp-checkpoint-*"):
-        shutil.rmtree(left, ignore_errors=True)  # by a kill
+        shutil.rmtree(left, ignore_errors=True)  # left by a kill
     aside = os.path.join(parent, f"tmp-{name}")
     try:
         os.makedirs(aside)
@@ -226,22 +223,22 @@ def write_folder(path):
 def remove_folder(path):
     """Remove a folder, out of sight first: whoever finds path finds all of it."""
     aside = os.path.join(os.path.dirname(path), f"tmp-{os.path.basename(path)}")
-    os.rename(path, aside)
-    shutil.rmtree(aside)
+    with contextlib.suppress(OSError):  # NFS and Windows keep what is still open
+        os.rename(path, aside)
+        shutil.rmtree(aside)
 
 def lock(folder, name=".lock"):
     """Make the folder and hold it; the system lets go when the process ends, however it ends."""
     try:
         os.makedirs(folder, exist_ok=True)
         LOCKS.append(open(os.path.join(folder, name), "a", encoding="utf-8"))
-        import fcntl  # not on Windows
-        fcntl.flock(LOCKS[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(ImportError):  # Windows has no fcntl
+            import fcntl
+            fcntl.flock(LOCKS[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         fail(f"{folder}: another process is writing here; wait for it, or end it")
     except OSError as error:
         fail(f"{folder}: {error.strerror}; choose a folder that can be written and locked")
-    except ImportError:
-        pass
 
 def keep_freed_memory():
     """Have glibc keep what is freed: new pages for a step's gigabytes take a tenth of its time."""
@@ -324,9 +321,9 @@ def read_tokenizer(name):
     folder = Path(fetch(name, ["tokenizer.json", "vocab.json", "merges.txt"]))
     if not (folder / "tokenizer.json").exists():
         lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
-        vocab = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
+        vocab = json.loads((folder / "vocab.json").read_bytes())
         return vocab, [line for line in lines if line and not line.startswith("#version")]
-    whole = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    whole = json.loads((folder / "tokenizer.json").read_bytes())
     plain = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
     if plain | (whole["pre_tokenizer"] or {"type": ""}) != plain or whole["normalizer"]:
         raise ValueError("tokenizer.json changes or splits text in another way")
@@ -337,8 +334,10 @@ def read_tokenizer(name):
 def fetch(name, patterns):
     """A folder as it is; else these files of a repository on the Hugging Face hub."""
     try:
+        if os.path.isdir(name):
+            return name
         from huggingface_hub import snapshot_download
-        return name if os.path.isdir(name) else snapshot_download(name, allow_patterns=patterns)
+        return snapshot_download(name, allow_patterns=patterns)
     except Exception as error:
         fail(f"{name}: no such folder, and the Hugging Face hub doesn't give it: {brief(error)}")
 
@@ -388,11 +387,10 @@ def tokenizer_files(folder):
 
 def check_tokenizer(files, folder, checkpoint):
     """Fail if a checkpoint says that its tokens are not those of folder's tokenizer files."""
-    own = os.path.join(checkpoint, "vocab.json")
-    if files and os.path.exists(own):
-        if json.loads(files["vocab.json"]) != json.loads(Path(own).read_bytes()):
-            fail(f"{folder} and {checkpoint} have different tokenizers: prepare the data anew with "
-                 f"--tokenizer={checkpoint}")
+    own = Path(checkpoint, "vocab.json")
+    if files and own.exists() and json.loads(files["vocab.json"]) != json.loads(own.read_bytes()):
+        fail(f"{folder} and {checkpoint} have different tokenizers: prepare the data anew with "
+             f"--tokenizer={checkpoint}")
 
 def checkpoints_in(out_dir):
     """The steps of the checkpoints in out_dir, in order."""
@@ -465,26 +463,26 @@ def open_source(files, settings):
     logging.disable(logging.CRITICAL)  # what goes wrong is told by us, in one line
     source, text_key, nodes = settings["source"], settings["text_key"], settings["world_size"]
     in_pieces = ParquetFragmentScanOptions(use_buffered_stream=True, pre_buffer=False)
-    text, line = ({key: datasets.Value("string")} for key in (text_key, "line"))
+    text, line = (datasets.Features({key: datasets.Value("string")}) for key in (text_key, "line"))
     kinds = {".parquet": ("parquet", {"batch_size": 1000, "fragment_scan_options": in_pieces}),
-             ".txt": ("text", {"sample_by": "document", "features": datasets.Features(text)}),
-             ".jsonl": ("text", {"features": datasets.Features(line), "encoding": "utf-8-sig"}),
+             ".txt": ("text", {"sample_by": "document", "features": text, "encoding": "utf-8-sig"}),
+             ".jsonl": ("text", {"features": line, "encoding": "utf-8-sig"}),
              ".json": ("json", {})}
     try:
         if source == "pydocs":
             stream = datasets.Dataset.from_dict({text_key: pydocs()}).to_iterable_dataset(nodes)
         elif files:
-            ending = Path(files[0].removesuffix(".gz")).suffix
-            if ending not in kinds:
-                raise ValueError(f"files have to end in {', '.join(kinds)}, or these and .gz")
+            endings = {Path(file.removesuffix(".gz")).suffix for file in files}
+            ending = min(endings)
+            if ending not in kinds or len(endings) > 1:
+                raise ValueError(f"files have to end in one of {', '.join(kinds)}, or it and .gz")
             kind, options = kinds[ending]
             files = [f"gzip://{Path(file).stem}::{file}" if file.endswith(".parquet.gz")
                      else glob.escape(file) for file in files]
-            load = functools.partial(datasets.load_dataset, kind, data_files=files, split="train",
-                                     streaming=True, **options)
-            stream = load()  # the other columns may differ from file to file and row to row
-            if ending == ".parquet" and text_key in stream.column_names:
-                stream = load(columns=[text_key])
+            options |= {"data_files": files, "split": "train", "streaming": True}
+            stream = datasets.load_dataset(kind, **options)
+            if ending == ".parquet" and text_key in stream.column_names:  # the others may differ
+                stream = datasets.load_dataset(kind, **options, columns=[text_key])
             if ending == ".jsonl":
                 stream = stream.map(parse_lines, batched=True, batch_size=8,
                                     remove_columns=["line"], fn_kwargs={"text_key": text_key})
@@ -538,7 +536,7 @@ def read_groups(stream, text_key, place):
                     after, failures = stream.state_dict(), 0
                     yield place, texts
                     place, texts, size = after, [], 0
-            yield place, texts  # maybe none, which in_order takes for the end, as it is
+            yield place, texts  # the rest; if none, in_order takes it for the end
             return
         except Exception as error:  # what a network does is worth another try, from the last place
             failures += 1
@@ -613,13 +611,14 @@ def read_meta(folder, settings):
     return mine
 
 def write_meta(folder, meta):
+    """Note what this node has done, with totals."""
     for key in ("documents", "tokens", "bytes"):
         meta[key] = sum(shard[key] for shard in meta["shards"])
     name = "meta.json" if meta["world_size"] == 1 else f"meta_{meta['rank']}.json"
     write_file(os.path.join(folder, name), json.dumps(meta, indent=1).encode("utf-8"))
 
 def write_shard(folder, meta, tokens, lengths):
-    """The next shard: written aside, noted in meta, shown to readers; a kill undoes no step."""
+    """The next shard: written aside, noted in meta, then shown: a kill between loses nothing."""
     n, node = len(meta["shards"]), meta["rank"]
     number = 1 + node + (n - (node == 0)) * meta["world_size"] if n or node else 0
     name = f"{Path(folder).absolute().name}_{'train' if number else 'val'}_{number:06}.bin"
@@ -627,10 +626,10 @@ def write_shard(folder, meta, tokens, lengths):
     digest = hashlib.sha256(header)
     digest.update(tokens)
     parts = np.array_split(tokens, len(tokens) // 10**6 + 1)  # for small temporaries
+    counts = sum(np.bincount(part, minlength=65536) for part in parts)  # of each id
     meta["shards"].append({
         "file": name, "tokens": len(tokens), "sha256": digest.hexdigest(),
-        "documents": sum(int(np.count_nonzero(part == meta["eot"])) for part in parts),
-        "bytes": sum(int(lengths.take(part).sum(dtype=np.int64)) for part in parts)})
+        "documents": int(counts[meta["eot"]]), "bytes": int(counts @ lengths)})
     path = os.path.join(folder, name)
     write_file(path + ".new", header, tokens)
     write_meta(folder, meta)
@@ -650,6 +649,8 @@ def main():
     files = [file for file in files if os.path.isfile(file)]
     revision = f"{len(files)} files, {sum(map(os.path.getsize, files))} bytes" if files else None
     settings |= {"rank": node, "world_size": nodes, "revision": revision}
+    if nodes > 1:  # not meant, perhaps: a batch job's variables outside of srun
+        print(f"node {node} of {nodes}: takes its share of the source")
     meta = read_meta(folder, settings)
     if meta and meta["resume"] is None:
         print(f"{folder} is finished: {meta['tokens']:,} tokens in {len(meta['shards'])} shards")
@@ -708,14 +709,14 @@ def main():
         write_meta(folder, meta)
     except OSError as error:
         fail(f"{folder}: {error.strerror}; make room, then the same command goes on from there")
-    except KeyboardInterrupt:
-        print("\nstopped; the same command goes on from the last finished shard", file=sys.stderr)
-        sys.exit(130)
-    seconds = time.time() - start
-    speed = (meta["bytes"] - before) / 1e6 / seconds
+    seconds, new = time.time() - start, meta["bytes"] - before
     print(f"{folder}: {meta['documents']:,} documents, {meta['tokens']:,} tokens in "
-          f"{len(meta['shards'])} shards, {seconds:.1f} s, {speed:.1f} MB/s; "
+          f"{len(meta['shards'])} shards, {seconds:.1f} s, {new / 1e6 / seconds:.1f} MB/s; "
           "it is normal for the last shard to be short")
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on from the last finished shard", file=sys.stderr)
+        sys.exit(130)

@@ -24,14 +24,14 @@ from safetensors.torch import load_file, save_file
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recompute
 
-import prepare  # also what reads its shards, finds checkpoints and writes files whole
+import prepare  # also reads the shards, finds checkpoints and writes files all or nothing
 from config import configure, fail
 
 # data and output
 dataset = "fineweb_small"  # folder of shards: data/<dataset>, or a path
 out_dir = "out/fineweb_small"  # checkpoints and log.jsonl go here
 init_from = "scratch"  # scratch, resume, auto (resume if there is one), a checkpoint or hub id
-# model; of given weights (init_from) only block_size, which crops, and dropout count
+# model; weights given by init_from keep their shape: only dropout and block_size, a crop, apply
 n_layer = 12  # blocks
 n_head = 12  # attention heads
 n_embd = 768  # width
@@ -56,7 +56,7 @@ eval_tokens = 10485760  # tokens of val, always the same ones
 hellaswag_interval = 0  # steps between HellaSwag evaluations
 hellaswag_data = "Rowan/hellaswag"  # Hugging Face id or a .jsonl path
 log_interval = 10  # steps between rows of log.jsonl
-save_interval = 1000  # steps between checkpoints; each better val loss brings one as well
+save_interval = 1000  # steps between checkpoints; a new best val loss is saved as well
 keep_checkpoints = 2  # the newest ones kept, beside the best
 patience = 0  # evaluations without a better val loss before stopping; 0 never stops
 tracker = ""  # wandb or trackio; "" for neither
@@ -111,7 +111,7 @@ class GPT(nn.Module):
                 nn.init.zeros_(p)
             elif p.dim() == 2:  # the 2 n_layer c_proj add up in the residual stream
                 nn.init.normal_(p, 0, 0.02 / (2 * config.n_layer if "c_proj" in name else 1) ** 0.5)
-        self.transformer.wte.weight.data[config.vocab_size:] = 0  # get no gradient, so stay 0
+        self.transformer.wte.weight.data[config.vocab_size:] = 0  # no gradient, so it stays 0
 
     def run(self, part, *args):
         """part(*args); under gradient checkpointing computed anew in backward, not kept for it."""
@@ -141,7 +141,7 @@ class GPT(nn.Module):
         def loss(x, y):
             logits = self.logits(x).float().flatten(0, 1)
             return F.cross_entropy(logits, y.flatten(), reduction="sum")
-        B, T = idx.shape  # logits are the largest tensors: those of some 1,024 tokens at a time
+        B, T = idx.shape  # if checkpointing, logits, the largest tensors, of 1,024 tokens at a time
         b = max(1, 1024 // T) if self.config.gradient_checkpointing and self.training else B
         return sum(map(self.run, [loss] * B, self.hidden(idx).split(b), targets.split(b))) / (B * T)
 
@@ -154,7 +154,8 @@ def load_model(directory, block_size=0):
     try:
         hf = json.loads(Path(directory, "config.json").read_text(encoding="utf-8"))
         plain = dict(model_type="gpt2", activation_function="gelu_new", layer_norm_epsilon=1e-5,
-                     scale_attn_by_inverse_layer_idx=False, tie_word_embeddings=True)
+                     scale_attn_by_inverse_layer_idx=False, scale_attn_weights=True,
+                     tie_word_embeddings=True)
         if plain != plain | {key: hf[key] for key in plain if key in hf}:
             raise ValueError(f"config.json is not a plain GPT-2's, which has {plain}")
         T = min(hf["n_positions"], block_size or hf["n_positions"])
@@ -162,12 +163,12 @@ def load_model(directory, block_size=0):
         with torch.device("meta"):
             model = GPT(GPTConfig(T, *shape, dropout=0.0, gradient_checkpointing=False))
         prefix = re.compile(r"^((_orig_mod|module|transformer)\.)*")  # wrappers add, the hub omits
-        files = map(load_file, Path(directory).glob("model*.safetensors"))  # large: in parts
+        files = map(load_file, Path(directory).glob("model*.safetensors"))  # large ones in parts
         found = {prefix.sub("transformer.", k): t.float() for f in files for k, t in f.items()}
         for name, p in model.state_dict().items():
             t = found[name].t() if name.endswith(TRANSPOSED) else found[name][:len(p)]
             found[name] = F.pad(t, (0, 0, 0, -len(t) % 128)) if "wte" in name else t.contiguous()
-        model.load_state_dict(found, strict=False, assign=True)  # masks and the like are left
+        model.load_state_dict(found, strict=False, assign=True)  # masks are ignored
     except Exception as error:
         fail(f"{directory}: no GPT-2 by config.json, safetensors: {type(error).__name__} {error}")
     return model.requires_grad_().eval()
@@ -220,10 +221,10 @@ def pick_device(device):
     if device == "auto":
         return "mps" if torch.backends.mps.is_available() else "cpu"
     try:
-        torch.Generator(torch.device(device).type)  # not for meta and the like
+        torch.Generator(torch.device(device).type)  # meta and the like have none
         return str(torch.zeros(1, device=device).device)
     except Exception as error:
-        fail(f"device={device}: {str(error).splitlines()[0][:80]}; --device=auto picks one")
+        fail(f"device={device}: {str(error)[:80]}; --device=auto picks one")
 
 def pick_dtype(dtype, device):
     """The compute dtype's name; "auto" takes bfloat16 where the hardware has it, not emulated."""
@@ -231,7 +232,7 @@ def pick_dtype(dtype, device):
     bf16 = (torch.cuda.is_bf16_supported(including_emulation=False) if cuda
             else device == "cpu" and torch.cpu._is_avx512_bf16_supported())
     best = "bfloat16" if bf16 else "float16" if cuda else "float32"
-    known = ("auto", "float32", "float16", "bfloat16" if bf16 or not cuda else best)
+    known = ("auto", "float32", "float16") + ("bfloat16",) * (bf16 or not cuda)
     if dtype not in known:
         fail(f"dtype={dtype}: {device} takes {', '.join(known)}")
     return best if dtype == "auto" else dtype
@@ -254,9 +255,9 @@ def main():
         fail(f"tracker={tracker}: has to be wandb or trackio, installed by pip, or '' for none")
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     asked = []  # the signals that asked to stop
-    def ask(signum, frame):  # a second one ends at once, but torchrun repeats a terminal's first
+    def ask(signum, frame):  # a second one ends at once; under torchrun it may be the first again
         asked.append(signum)
-        signal.signal(signum, ask if world_size > 1 else lambda again, _: os._exit(128 + again))
+        signal.signal(signum, ask if "WORLD_SIZE" in os.environ else lambda n, _: os._exit(128 + n))
     signal.signal(signal.SIGINT, ask)
     signal.signal(signal.SIGTERM, ask)
     place = pick_device(device)
@@ -310,7 +311,7 @@ def main():
             if now[key] != then[key]:
                 fail(f"{key}={now[key]} was {then[key]}: put it back, or choose another --out_dir")
         step, best = saved["step"], saved["best"]
-        scaler.load_state_dict(saved["scaler"] or scaler.state_dict())  # {} if it ran in no float16
+        scaler.load_state_dict(saved["scaler"] or scaler.state_dict())  # {} unless it was float16
         for one, state in zip(optimizers, saved["optimizers"], strict=True):
             one.load_state_dict(one.state_dict() | {"state": state})  # hyperparameters are today's
 
@@ -339,22 +340,22 @@ def main():
         tracking.init(project="finegpt", name=Path(out_dir).name, config=settings, resume="allow")
     log_file = prepare.open_log(f"{out_dir}/log.jsonl" if rank == 0 else os.devnull, step, resume)
 
+    mean = lr = norm = None  # of this process's newest step
+    works, left, fp16, clock = not compile, "?", compute == "float16", (time.perf_counter(), step)
+    bad = torch.zeros((), dtype=torch.int64, device=place)  # the first step not finite; 0: none
     def report(**row):
         prepare.show_row(step, row, max_iters, left, log_file, tracking)
 
-    mean = lr = norm = None  # of this process's newest step
-    works, left, half, clock = not compile, "?", compute == "float16", (time.perf_counter(), step)
-    bad = torch.zeros((), dtype=torch.int64, device=place)  # the first step gone wrong
     while True:
         # look: report, evaluate and save what is due at this step
         stop = torch.tensor(max(asked, default=0))
         reduce(stop, op=dist.ReduceOp.MAX)  # all leave at the same step
         last = step >= max_iters or patience and best["stale"] >= patience
-        fresh = mean is not None or not resume  # what a resumed run looked at before it was saved
+        fresh = mean is not None or not resume  # a resumed step was looked at before it was saved
         due = {key for key in ("log", "eval", "hellaswag", "save")
                if fresh and (n := settings[f"{key}_interval"])
                and (step % n == 0 or last or (key, step) == ("log", 1))}
-        if (due or stop) and bad.item():  # read only now: a look at each step would stall the GPU
+        if (due or stop or last) and bad.item():  # not at each step: that would stall the GPU
             fail(f"step {bad.item()}: the loss or the gradient norm is not finite; the checkpoints "
                  "are from before: go on with --init_from=resume and a lower --learning_rate")
         if "log" in due and mean is not None:
@@ -420,12 +421,12 @@ def main():
                 if B == 1 or world_size > 1:
                     fail("out of memory: lower --batch_size, or add --gradient_checkpointing=True")
                 B = next(b for b in range(B // 2, 0, -1) if sequences % b == 0)
-                loss = None  # holds the activations
+                loss = None  # frees the activations
                 print(f"out of memory: going on with batch_size={B}, as many tokens a step")
             except Exception as error:
                 if works:
                     raise
-                print(f"torch.compile failed, going on without: {str(error).splitlines()[0]}")
+                print(f"torch.compile failed, going on without: {str(error).partition(chr(10))[0]}")
                 works = True
                 torch.compiler.set_stance("force_eager")
         reduce(mean)
@@ -435,12 +436,12 @@ def main():
             for group in one.param_groups:
                 group["lr"] = lr
         norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
-        if not half or norm.isfinite():  # an overflow skips the step, for all optimizers
+        if not fp16 or norm.isfinite():  # an overflow skips the step, for all optimizers
             for one in optimizers:
                 one.step()
         scaler.update()
         step += 1
-        bad = torch.where((bad > 0) | mean.isfinite() & (norm.isfinite() | half), bad, step)
+        bad = torch.where((bad > 0) | mean.isfinite() & (norm.isfinite() | fp16), bad, step)
     command = f"{'torchrun ...' if world_size > 1 else 'python'} {' '.join(sys.argv)}"
     print(f"{out_dir}: step {step}; to go on: {command} --init_from=resume" if stop else "finished")
     return 128 + int(stop) if stop else 0

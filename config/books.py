@@ -1,4 +1,4 @@
-# A mid-size run on local text: 30M parameters, a CPU overnight or a small GPU in half an hour.
+# A mid-size run on local text: 18M parameters, 25M tokens, a CPU overnight or a small GPU.
 #
 #   python prepare.py config/books.py --source='books/*.txt'
 #   python train.py config/books.py

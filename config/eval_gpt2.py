@@ -8,7 +8,6 @@
 # the hub for the weights. Outcome: GPT-2's FineWeb-Edu val loss is publicly given as about 3.29;
 # not rerun by us, the hub was out of our reach. It measures once; to measure again, delete
 # out/eval_gpt2 or give another --out_dir.
-dataset = "fineweb_small"
 out_dir = "out/eval_gpt2"
 init_from = "gpt2"
 checkpoint = "gpt2"

@@ -9,15 +9,11 @@
 dataset = "fineweb_100M"
 out_dir = "out/fineweb_l4"
 source = "HuggingFaceFW/fineweb"
-source_config = "sample-10BT"
 max_tokens = 100_000_000
 val_tokens = 5_000_000
 
-batch_size = 16
-total_batch_size = 16 * 16 * 1024  # 16 micro-batches
+total_batch_size = 16 * 16 * 1024  # 16 micro-batches of 16 sequences
 max_iters = 1600
-learning_rate = 6e-4
-min_lr = 6e-5
 warmup_iters = 100
 gradient_checkpointing = True
 eval_interval = 50

@@ -4,8 +4,6 @@
 #   torchrun --standalone --nproc_per_node=8 train.py config/fineweb_large.py
 #
 # Hardware: GPUs of 80 GB. Time and outcome: not measured by us.
-from config.fineweb_small import *  # noqa: F403
-
 out_dir = "out/fineweb_large"
 n_layer = 36
 n_head = 20

@@ -5,8 +5,6 @@
 #
 # Hardware: GPUs of 40 GB or more; on less, batch_size=4 or gradient_checkpointing=True.
 # Time and outcome: not measured by us.
-from config.fineweb_small import *  # noqa: F403
-
 out_dir = "out/fineweb_medium"
 n_layer = 24
 n_head = 16

@@ -5,8 +5,6 @@
 #
 # Hardware and time: as fineweb_small.py.
 # Outcome: not measured at this size. What we measured at a smaller one stands in the README.
-from config.fineweb_small import *  # noqa: F403
-
 out_dir = "out/fineweb_small_muon"
 optimizer = "muon"
 learning_rate = 2e-3  # Muon is scaled to AdamW's step size and bears a higher peak

@@ -5,8 +5,6 @@
 #
 # Hardware: GPUs of 80 GB: weights, gradients and AdamW's two moments alone take 25 GB on each.
 # Time and outcome: not measured by us.
-from config.fineweb_small import *  # noqa: F403
-
 out_dir = "out/fineweb_xl"
 n_layer = 48
 n_head = 25

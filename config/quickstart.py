@@ -17,7 +17,6 @@ n_layer = 4
 n_head = 6
 n_embd = 192
 block_size = 128  # a short one sees each position more often: in minutes that counts
-batch_size = 16
 total_batch_size = 16 * 128  # few tokens a step, so that there are many steps
 max_iters = 600
 optimizer = "muon"

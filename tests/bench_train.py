@@ -5,6 +5,7 @@ Tokens a second of train.py's real step, against two yardsticks measured in the 
     python tests/bench_train.py --device=cuda      124M, batch 16 x 1024; about 4 minutes
     python tests/bench_train.py --what=scaling     ms a step against sizes; loader against corpus size
     python tests/bench_train.py --what=loss        ways to compute the output matrix's loss
+    python tests/bench_train.py --what=memory      what gradient checkpointing saves, and its price
     python tests/bench_train.py --what=precision   300 steps in bfloat16 and in float32: same curve?
 
 Variants of train.py run as the commands people type, in turn, round after round; a figure is the
@@ -165,11 +166,10 @@ def throughput(folder, device, rounds):
           f"{median['ceiling'] / ours:.2f} of the ceiling's ({best} products)")
 
 
-def saved_bytes(size, **more):
-    """Bytes that forward keeps for backward, and seconds of both, at batch 16, eager."""
+def saved_bytes(size, again, batch_size=16):
+    """Bytes that a step's forward keeps for backward, and seconds of both, eager, in float32."""
     shape = size["n_layer"], size["n_head"], size["n_embd"]
-    model = train.GPT(train.GPTConfig(size["block_size"], V, *shape, 0.0, False)).train()
-    model.config.gradient_checkpointing = more.get("gradient_checkpointing", False)
+    model = train.GPT(train.GPTConfig(size["block_size"], V, *shape, 0.0, again)).train()
     own, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
 
     def pack(t):
@@ -178,19 +178,21 @@ def saved_bytes(size, **more):
             kept[storage.data_ptr()] = storage.nbytes()
         return t
 
-    batch = torch.randint(0, V, (16, size["block_size"] + 1))
+    batch = torch.randint(0, V, (batch_size, size["block_size"] + 1))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        x = model.hidden(batch[:, :-1])
+        loss = model(batch[:, :-1], batch[:, 1:])
+    del loss
     begun = time.perf_counter()
-    model.hidden(batch[:, :-1]).sum().backward()
-    return sum(kept.values()), time.perf_counter() - begun, x
+    model(batch[:, :-1], batch[:, 1:]).backward()
+    return sum(kept.values()), time.perf_counter() - begun
 
 
 def checkpointing():
-    rows = [saved_bytes(SIZES["cpu"], gradient_checkpointing=again)[:2] for again in (False, True) * 3]
+    prepare.keep_freed_memory()
+    rows = [saved_bytes(SIZES["cpu"], again) for again in (False, True) * 3]
     bytes_, again = rows[0][0], rows[1][0]
     slower = statistics.median(b[1] / a[1] for a, b in zip(rows[::2], rows[1::2], strict=True))
-    print(f"\ngradient checkpointing, blocks at batch 16: {bytes_ / 1e6:.0f} MB saved for backward become "
+    print(f"\ngradient checkpointing at batch 16: {bytes_ / 1e6:.0f} MB saved for backward become "
           f"{again / 1e6:.0f} MB ({1 - again / bytes_:.0%} less), time x {slower:.2f}")
 
 
@@ -332,8 +334,8 @@ def scaling(folder, device):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--what", default="all", choices=["all", "throughput", "profile", "scaling", "loss",
-                                                             "precision", "bare"])
+    parser.add_argument("--what", default="all", choices=["all", "throughput", "profile", "memory", "scaling",
+                                                             "loss", "precision", "bare"])
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     if args.what == "bare":
@@ -347,8 +349,8 @@ def main():
             throughput(Path(folder), args.device, args.rounds)
         if args.what in ("all", "profile"):
             profile(Path(folder), args.device)
-            if args.device == "cpu":
-                checkpointing()
+        if args.what in ("all", "memory") and args.device == "cpu":
+            checkpointing()
         if args.what == "scaling":
             scaling(Path(folder), args.device)
         if args.what == "loss":

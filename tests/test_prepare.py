@@ -155,7 +155,7 @@ def test_every_kind_of_file(main, tmp_path):
     (tmp_path / "c.json").write_text(json.dumps([{"text": t} for t in texts]), encoding="utf-8")
     (tmp_path / "txt").mkdir()
     for i, text in enumerate(texts):
-        (tmp_path / "txt" / f"{i:02}[x].txt").write_bytes(text.encode())
+        (tmp_path / "txt" / f"{i:02}[x].txt").write_bytes(b"\xef\xbb\xbf" * (i % 2) + text.encode())
         (tmp_path / "txt" / f"{i:02}.txt.gz").write_bytes(gzip.compress(text.encode()))
     for path in [*paths, tmp_path / "c.json"]:
         Path(f"{path}.gz").write_bytes(gzip.compress(path.read_bytes()))
@@ -235,6 +235,25 @@ def test_bad_file_is_one_line(main, tmp_path, name, capfd):
     assert exit.value.code == 2
     assert words in error
     assert error.count("\n") == 1, error
+
+
+def test_files_of_two_kinds_are_refused(main, tmp_path, capfd):
+    """One reader takes them all: the lines of b.jsonl would be one document's text."""
+    write_jsonl(tmp_path / "b.jsonl", documents(9))
+    (tmp_path / "a.txt").write_text("text " * 99)
+    with pytest.raises(SystemExit) as exit:
+        main("--source=*.*")
+    assert (exit.value.code, (err := capfd.readouterr().err).count("\n")) == (2, 1) and "in one of" in err
+
+
+def test_ctrl_c_while_it_starts_is_one_line(tmp_path):
+    code = ("import runpy, sys, tiktoken\n"
+            "def stop(name): raise KeyboardInterrupt\n"
+            "tiktoken.get_encoding = stop\n"
+            f"sys.path.insert(0, {str(REPO)!r}); sys.argv = ['prepare.py', '--dataset=x', '--source=pydocs']\n"
+            f"runpy.run_path({str(REPO / 'prepare.py')!r}, run_name='__main__')")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 130 and done.stderr.strip().count("\n") == 0 and "same command" in done.stderr
 
 
 @pytest.mark.parametrize("source", ["nothing/*.txt", "missing.jsonl", "someone/no-such-data-set"])

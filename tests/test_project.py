@@ -27,7 +27,7 @@ RECIPES = sorted(p for p in (ROOT / "config").glob("*.py") if p.stem != "__init_
 PARAMETERS = {"fineweb_small": 124_439_808, "fineweb_small_muon": 124_439_808,
               "fineweb_l4": 124_439_808, "fineweb_medium": 354_823_168, "fineweb_large": 774_030_080,
               "fineweb_xl": 1_557_611_200, "finetune_gpt2": 124_439_808, "eval_gpt2": 124_439_808,
-              "books": 30_044_544, "quickstart": None}
+              "books": 17_670_400, "quickstart": None}
 
 
 @pytest.mark.parametrize("script,limit", [("train.py", 450), ("config/__init__.py", 99)])
@@ -111,6 +111,13 @@ def test_a_recipe_drives_all_four_scripts_and_builds_its_model(recipe, capsys):
     head = recipe.read_text().split("\n\n")[0]
     assert "python prepare.py" in head or "torchrun" in head or "train.py" in head
     assert "utcome" in head and "ime" in head and "ardware" in head or recipe.stem == "eval_gpt2"
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
+def test_a_recipe_holds_only_what_differs_from_the_defaults(recipe):
+    mine, defaults = config.read_recipe(recipe), [defaults_of(script) for script in SCRIPTS]
+    same = [key for key, value in mine.items() if all(d[key] == value for d in defaults if key in d)]
+    assert not same or recipe.stem == "fineweb_small"  # which spells the defaults out
 
 
 def test_defaults_are_fineweb_small(capsys):
@@ -236,7 +243,7 @@ def in_small(command):
     at = next(i for i, word in enumerate(words) if word in SMALLER or word.startswith("tests/"))
     script, args = words[at], words[at + 1:]
     extra = list(SMALLER.get(script, ()))
-    if script == "prepare.py" and any("fineweb" in arg for arg in args):
+    if script == "prepare.py" and any("fineweb" in arg or "TinyStories" in arg for arg in args):
         extra += ["--source=notes/*.txt"]  # for the hub's set
     if any(arg.startswith("config/quickstart") for arg in args) and script == "train.py":
         extra = [word for word in extra if "n_" not in word]  # as it is, for two steps
@@ -267,7 +274,7 @@ def test_every_command_in_the_readme_works(desk):
         script, commands = in_small(part)
         if script == "train.py":  # those that go on have something to go on from
             steps += 2
-            fresh = "init_from" not in part and "quickstart" not in part
+            fresh = not re.search("init_from|quickstart|out_dir=out/(?!try)", part)
             more = [f"--max_iters={steps}"] + [f"--out_dir=out/{steps}"] * (fresh and steps > 4)
             commands = [[*command, *more] for command in commands]
         if "torchrun --nnodes" in part:

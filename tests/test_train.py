@@ -162,7 +162,7 @@ def test_load_model_takes_every_spelling_of_a_gpt2(tmp_path):
 
 @pytest.mark.parametrize("change", [
     {"activation_function": "relu"}, {"model_type": "llama"}, {"n_layer": 3}, {"n_embd": 32},
-    {"scale_attn_by_inverse_layer_idx": True}, {"tie_word_embeddings": False}, {"vocab_size": 5000}])
+    {"scale_attn_by_inverse_layer_idx": True}, {"scale_attn_weights": False}, {"tie_word_embeddings": False}, {"vocab_size": 5000}])
 def test_load_model_refuses_what_it_would_get_wrong(tmp_path, capsys, change):
     save(tiny_model(), tmp_path / "x")
     path = tmp_path / "x" / "config.json"
@@ -472,6 +472,31 @@ def test_a_non_finite_step_ends_the_run_and_spares_the_checkpoints(toy, monkeypa
     assert run(*TINY, "--init_from=resume") == 0
 
 
+def test_a_last_step_that_is_not_finite_is_told_with_every_interval_off(toy, monkeypatch, capsys):
+    real, calls = torch.nn.functional.cross_entropy, []
+
+    def bad_loss(*args, **how):  # of the last of 4 steps of 2 micro-batches
+        calls.append(1)
+        return real(*args, **how) * (math.nan if len(calls) > 6 else 1)
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy", bad_loss)
+    off = [f"--{key}_interval=0" for key in ("log", "eval", "save", "hellaswag")]
+    assert run(*TINY, *off, "--max_iters=4", "--dtype=float16") == 2
+    assert "step 4: " in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_cannot_be_removed_does_not_end_the_run(toy, monkeypatch):
+    """NFS and Windows refuse while somebody has a file of it open."""
+    rename = os.rename
+
+    def held(old, new):
+        if "checkpoint-3" in str(old) and "tmp-" not in str(old):
+            raise PermissionError("in use")
+        rename(old, new)
+    monkeypatch.setattr(os, "rename", held)
+    assert run(*TINY, "--keep_checkpoints=1") == 0
+    assert {3, 10} <= {*prepare.checkpoints_in("out")}
+
+
 def test_float16_skips_a_step_for_all_optimizers_and_resumes_its_scale(toy, monkeypatch):
     args = (*TINY, "--dtype=float16", "--optimizer=muon", "--max_iters=4", "--save_interval=1",
             "--keep_checkpoints=9")
@@ -708,7 +733,8 @@ def test_the_first_logged_step_prints_the_peak_memory(toy, capsys):
     assert 0.05 < used < there
 
 
-def test_a_second_ctrl_c_leaves_at_once(toy):
+@pytest.mark.parametrize("env,kept", [({}, [0]), (dict(WORLD_SIZE="1", RANK="0"), [0, 1])])
+def test_a_second_ctrl_c_leaves_at_once_but_under_torchrun(toy, env, kept):
     code = ("import os, runpy, signal, sys, torch; real = torch.nn.utils.clip_grad_norm_\n"
             "def slow(*args):\n"
             "    os.kill(os.getpid(), signal.SIGINT); os.kill(os.getpid(), signal.SIGINT)\n"
@@ -716,8 +742,8 @@ def test_a_second_ctrl_c_leaves_at_once(toy):
             "torch.nn.utils.clip_grad_norm_ = slow\n"
             f"sys.argv[0] = {str(ROOT / 'train.py')!r}; sys.path.insert(0, {str(ROOT)!r})\n"
             "runpy.run_path(sys.argv[0], run_name='__main__')")
-    done = subprocess.run([sys.executable, "-c", code, *TINY], capture_output=True, text=True)
-    assert done.returncode == 130 and prepare.checkpoints_in("out") == [0]
+    done = subprocess.run([sys.executable, "-c", code, *TINY], env={**os.environ, **env})
+    assert done.returncode == 130 and prepare.checkpoints_in("out") == kept
 
 
 def test_signals_in_a_real_process(toy):
