@@ -4,7 +4,9 @@
 #   python train.py config/books.py
 #   python sample.py config/books.py --start='It was'
 #
-# Hardware: two CPU cores, or any GPU. Time and outcome: not measured yet; your books decide.
+# Hardware: two CPU cores, or any GPU. Measured: with --max_iters=2800 (5.7M tokens) 1 hour 40
+# minutes on two cores of a Xeon without bfloat16 and a val loss of 4.948 nats per token, on 87 MB
+# of old books and web pages. Time and outcome of the whole: some 7 hours there; your books decide.
 dataset = "books"
 out_dir = "out/books"
 source = "books/*.txt"

@@ -166,10 +166,8 @@ def throughput(folder, device, rounds):
           f"{median['ceiling'] / ours:.2f} of the ceiling's ({best} products)")
 
 
-def saved_bytes(size, again, batch_size=16):
-    """Bytes that a step's forward keeps for backward, and seconds of both, eager, in float32."""
-    shape = size["n_layer"], size["n_head"], size["n_embd"]
-    model = train.GPT(train.GPTConfig(size["block_size"], V, *shape, 0.0, again)).train()
+def saved_bytes(model, x, y):
+    """Bytes that a step's forward keeps for backward, eager, in float32."""
     own, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
 
     def pack(t):
@@ -178,22 +176,33 @@ def saved_bytes(size, again, batch_size=16):
             kept[storage.data_ptr()] = storage.nbytes()
         return t
 
-    batch = torch.randint(0, V, (batch_size, size["block_size"] + 1))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        loss = model(batch[:, :-1], batch[:, 1:])
+        loss = model(x, y)
     del loss
-    begun = time.perf_counter()
-    model(batch[:, :-1], batch[:, 1:]).backward()
-    return sum(kept.values()), time.perf_counter() - begun
+    return sum(kept.values())
 
 
-def checkpointing():
+def checkpointing(device):
+    """What gradient checkpointing saves at batch 16, and its price: forward and backward, compiled."""
+    size, compute = SIZES["cpu"], train.pick_dtype("auto", device)
+    shape = size["n_layer"], size["n_head"], size["n_embd"]
+    models = [train.GPT(train.GPTConfig(size["block_size"], V, *shape, 0.0, again)).train() for again in (False, True)]
+    batch = torch.randint(0, V, (16, size["block_size"] + 1))
+    x, y = batch[:, :-1], batch[:, 1:]
+    plain, again = (saved_bytes(model, x, y) for model in models)
     prepare.keep_freed_memory()
-    rows = [saved_bytes(SIZES["cpu"], again) for again in (False, True) * 3]
-    bytes_, again = rows[0][0], rows[1][0]
-    slower = statistics.median(b[1] / a[1] for a, b in zip(rows[::2], rows[1::2], strict=True))
-    print(f"\ngradient checkpointing at batch 16: {bytes_ / 1e6:.0f} MB saved for backward become "
-          f"{again / 1e6:.0f} MB ({1 - again / bytes_:.0%} less), time x {slower:.2f}")
+    engines, times = [torch.compile(model, dynamic=False) for model in models], ([], [])
+    for turn in range(6):
+        for engine, taken in zip(engines, times, strict=True):
+            begun = time.perf_counter()
+            with torch.autocast(device, getattr(torch, compute), enabled=compute != "float32"):
+                loss = engine(x, y)
+            loss.backward()
+            taken += [time.perf_counter() - begun] * (turn > 0)
+    ratio = statistics.median(b / a for a, b in zip(*times, strict=True))
+    print(f"\ngradient checkpointing at batch 16: {plain / 1e6:.0f} MB saved for backward become "
+          f"{again / 1e6:.0f} MB ({1 - again / plain:.0%} less), forward and backward take {ratio:.2f} times as long "
+          f"({compute}, compiled)")
 
 
 def profile(folder, device):
@@ -350,7 +359,7 @@ def main():
         if args.what in ("all", "profile"):
             profile(Path(folder), args.device)
         if args.what in ("all", "memory") and args.device == "cpu":
-            checkpointing()
+            checkpointing(args.device)
         if args.what == "scaling":
             scaling(Path(folder), args.device)
         if args.what == "loss":

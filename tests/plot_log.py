@@ -53,7 +53,7 @@ def draw(curves, top):
     out.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2:.0f}" y="{HEIGHT - 10}" text-anchor="middle">'
                f'{word} tokens</text>')
     out.append(f'<text x="16" y="{HEIGHT / 2 - 15:.0f}" text-anchor="middle" '
-               f'transform="rotate(-90 16 {HEIGHT / 2 - 15:.0f})">loss, nats a token</text>')
+               f'transform="rotate(-90 16 {HEIGHT / 2 - 15:.0f})">loss, nats per token</text>')
     for i, (name, (train, val)) in enumerate(curves.items()):
         colour, y = COLOURS[i % len(COLOURS)], TOP + 14 + 20 * i
         line = " ".join(at(*point) for point in train)

@@ -224,6 +224,8 @@ def desk(tmp_path_factory):
         (desk / folder).mkdir(parents=True)
         for i in range(3):
             (desk / folder / f"{i}.txt").write_text(f"The quick brown fox {i} jumps over it. " * 900)
+    (desk / "books").mkdir()
+    pq.write_table(pa.table({"text": [f"page {i} " * 900 for i in range(20)]}), desk / "books/a.parquet")
     pq.write_table(pa.table({"body": [f"page {i} " * 900 for i in range(20)]}), desk / "pages.parquet")
     row = dict(ind=1, activity_label="Fishing", ctx_a="A man sits.", ctx_b="he", ctx="A man sits. he", label="2",
                endings=["eats.", "sleeps a lot.", "fishes.", "is a boat."])
