@@ -266,7 +266,7 @@ def in_small(command):
 
 def test_every_command_in_the_readme_works(desk):
     """Each as typed, made small; the hub's data and models, 8 GPUs and several machines by stand-ins."""
-    seen, steps = [], 0
+    seen, steps, places = [], 0, set()
     parts = [part.strip() for command in readme_commands() for part in command.split("&&")]
     for part in parts:
         if part.startswith("pip") or "pytest" in part or "bench_" in part or "timeit" in part:
@@ -276,9 +276,10 @@ def test_every_command_in_the_readme_works(desk):
         script, commands = in_small(part)
         if script == "train.py":  # those that go on have something to go on from
             steps += 2
-            fresh = not re.search("init_from|quickstart|out_dir=out/(?!try)", part)
-            more = [f"--max_iters={steps}"] + [f"--out_dir=out/{steps}"] * (fresh and steps > 4)
-            commands = [[*command, *more] for command in commands]
+            place = (re.search(r"--out_dir=(\S+)", part) or re.search(r"config/(\w+)", part))[1]
+            again = place in places and not re.search("init_from|quickstart", part)  # a folder for each run
+            more = [f"--max_iters={steps}"] + [f"--out_dir=out/{steps}"] * again
+            commands, places = [[*command, *more] for command in commands], places | {place}
         if "torchrun --nnodes" in part:
             commands = [[word.replace("out/", "out/shared-") for word in command] for command in commands]
         ranks = [{"SLURM_PROCID": str(i), "SLURM_NTASKS": "2"} if part.startswith("srun") else {}
