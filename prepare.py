@@ -409,6 +409,19 @@ def load_state(directory):
         fail(f"{path}: {brief(error)}; nothing to resume from, but --init_from={directory} with "
              "another --out_dir starts from its weights")
 
+def check_same_run(saved, settings, shards):
+    """Fail if a run that goes on from saved, a load_state, would not be the run that it was."""
+    kept = "seed block_size total_batch_size n_layer n_head n_embd optimizer dataset".split()
+
+    def identity(settings, shards):
+        sizes = {f"shards: tokens of {name}": tokens for name, tokens in shards}
+        return {key: settings[key] for key in kept} | sizes
+    now, then = identity(settings, shards), identity(saved["settings"], saved["shards"])
+    for key in then | now:
+        if now.get(key) != then.get(key):
+            fail(f"{key}={now.get(key)} was {then.get(key)}: put it back, or choose another "
+                 "--out_dir")
+
 def find_checkpoint(out_dir, checkpoint="latest"):
     """The directory of out_dir's "latest" or "best", or of a checkpoint by path or hub id."""
     if checkpoint not in ("latest", "best"):

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import sys
 import time
@@ -141,7 +142,9 @@ class GPT(nn.Module):
         def loss(x, y):
             logits = self.logits(x).float().flatten(0, 1)
             return F.cross_entropy(logits, y.flatten(), reduction="sum")
-        B, T = idx.shape  # if checkpointing, logits, the largest tensors, of 1,024 tokens at a time
+        B, T = idx.shape
+        # logits are the largest tensors: under checkpointing some 1,024 tokens' at a time, as fewer
+        # make the CPU add up the embedding's gradient too often
         b = max(1, 1024 // T) if self.config.gradient_checkpointing and self.training else B
         return sum(map(self.run, [loss] * B, self.hidden(idx).split(b), targets.split(b))) / (B * T)
 
@@ -305,11 +308,7 @@ def main():
     step, best = 0, dict(val_loss=math.inf, step=-1, stale=0)  # stale: evaluations since the best
     if resume:
         saved = prepare.load_state(source)
-        now, then = dict(settings, shards=shards), dict(saved["settings"], shards=saved["shards"])
-        for key in ("seed", "block_size", "total_batch_size", "n_layer", "n_head", "n_embd",
-                    "optimizer", "dataset", "shards"):
-            if now[key] != then[key]:
-                fail(f"{key}={now[key]} was {then[key]}: put it back, or choose another --out_dir")
+        prepare.check_same_run(saved, settings, shards)
         step, best = saved["step"], saved["best"]
         scaler.load_state_dict(saved["scaler"] or scaler.state_dict())  # {} unless it was float16
         for one, state in zip(optimizers, saved["optimizers"], strict=True):
@@ -343,6 +342,7 @@ def main():
     mean = lr = norm = None  # of this process's newest step
     works, left, fp16, clock = not compile, "?", compute == "float16", (time.perf_counter(), step)
     bad = torch.zeros((), dtype=torch.int64, device=place)  # the first step not finite; 0: none
+
     def report(**row):
         prepare.show_row(step, row, max_iters, left, log_file, tracking)
 
@@ -442,7 +442,7 @@ def main():
         scaler.update()
         step += 1
         bad = torch.where((bad > 0) | mean.isfinite() & (norm.isfinite() | fp16), bad, step)
-    command = f"{'torchrun ...' if world_size > 1 else 'python'} {' '.join(sys.argv)}"
+    command = f"{'torchrun ...' if world_size > 1 else 'python'} {shlex.join(sys.argv)}"
     print(f"{out_dir}: step {step}; to go on: {command} --init_from=resume" if stop else "finished")
     return 128 + int(stop) if stop else 0
 

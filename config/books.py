@@ -6,7 +6,8 @@
 #
 # Hardware: two CPU cores, or any GPU. Measured: with --max_iters=2800 (5.7M tokens) 1 hour 40
 # minutes on two cores of a Xeon without bfloat16 and a val loss of 4.948 nats per token, on 87 MB
-# of old books and web pages. Time and outcome of the whole: some 7 hours there; your books decide.
+# of old books and web pages. The whole is some 7 hours there, by arithmetic; your books decide the
+# outcome.
 dataset = "books"
 out_dir = "out/books"
 source = "books/*.txt"
