@@ -102,7 +102,7 @@ def load(source, encoding, block_size, protocol="nanogpt", limit=0):
     """
     The set's Examples in its order, the first `limit` of them if that isn't 0.
 
-    A context loses its beginning if it and the longest ending are more than block_size tokens.
+    A context loses its beginning if it and the longest ending are more than block_size + 1 tokens.
     Exits with 2 and one line if the set isn't there, is cut short, has no labels, or doesn't fit.
     """
     examples = []
@@ -116,10 +116,10 @@ def load(source, encoding, block_size, protocol="nanogpt", limit=0):
                 raise ValueError(f"{len(endings)} endings and label {label}")
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             fail(f"{where}: not a row of HellaSwag: {type(error).__name__}: {error}")
-        room = block_size - max(map(len, endings))
+        room = block_size + 1 - max(map(len, endings))  # the very last token is only predicted
         if room < 1:
-            fail(f"{where}: an ending of {block_size - room} tokens and a context don't fit into "
-                 f"block_size={block_size}; HellaSwag takes a model of a larger one")
+            fail(f"{where}: a context and an ending of {block_size + 1 - room} tokens don't fit "
+                 f"into block_size={block_size}; HellaSwag takes a model of a larger one")
         examples.append(Example(row.get("ind", number), label, context[-room:], endings, lengths,
                                 len(context) > room))
     if not examples:
@@ -234,8 +234,10 @@ def main():
     if protocol not in ("nanogpt", "lm_eval") or limit < 0 or batch_tokens < 1:
         fail(f"protocol={protocol} limit={limit} batch_tokens={batch_tokens}: they are nanogpt or "
              "lm_eval, 0 or more, 1 or more")
-    if out and (os.path.isdir(out) or not os.access(os.path.dirname(out) or ".", os.W_OK)):
-        fail(f"out={out}: a folder, or in a folder that isn't there or can't be written to")
+    path = os.path.realpath(out)  # not a link or a device, which a new file would replace
+    if out and (os.path.exists(path) and not os.path.isfile(path)
+                or not os.access(os.path.dirname(path), os.W_OK)):
+        fail(f"out={out}: no plain file, or in a folder that isn't there or can't be written to")
     place = pick_device(device)
     compute = pick_dtype(dtype, place)
     directory = find_checkpoint(out_dir, checkpoint)
@@ -264,20 +266,24 @@ def main():
              "holds; try --dtype=float32")
 
     result = score(examples, losses)
-    for name in ("acc", "acc_norm"):
-        print(f"{name:8} {result[name]:.4f} +- {result[name + '_stderr']:.4f}")
-    cropped = sum(example.cropped for example in examples)
-    print(f"HellaSwag by protocol {protocol}: {len(examples):,} of the {EXPECTED:,} examples, "
-          f"{cropped:,} of them with a context cropped to fit block_size={c.block_size}")
-    if out:
-        norms = (losses / torch.tensor([example.lengths for example in examples])).tolist()
-        rows = [dict(ind=example.ind, label=example.label, loss_sum=nats, loss_norm=norm)
-                for example, nats, norm in zip(examples, losses.tolist(), norms, strict=True)]
-        try:
-            write_file(out, "".join(json.dumps(row) + "\n" for row in rows).encode())
-        except OSError as error:
-            fail(f"out={out}: {error.strerror}; the results above stand")
+    norms = (losses / torch.tensor([example.lengths for example in examples])).tolist()
+    rows = [dict(ind=example.ind, label=example.label, loss_sum=nats, loss_norm=norm)
+            for example, nats, norm in zip(examples, losses.tolist(), norms, strict=True)]
+    try:
+        if out:
+            write_file(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    finally:  # a full disk doesn't take the result along
+        for name in ("acc", "acc_norm"):
+            print(f"{name:8} {result[name]:.4f} +- {result[name + '_stderr']:.4f}")
+        cropped = sum(example.cropped for example in examples)
+        print(f"HellaSwag by protocol {protocol}: {len(examples):,} of the {EXPECTED:,} examples, "
+              f"{cropped:,} of them with a context cropped to fit block_size={c.block_size}",
+              flush=True)
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
-    main()
+    try:
+        main()
+    except OSError as error:  # of --out, or of stdout, whose last flush must not fail once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        fail(f"can't write the results: {error}")

@@ -155,12 +155,16 @@ class Windows:
 
 def open_log(path, step, resume):
     """The run's log, to append to, without the rows past the step, which will come again."""
-    if os.path.isfile(path):
-        text = Path(path).read_text("utf-8", "replace")
-        rows = re.finditer(r'^{"step": (\d+), .+}\n', text, re.M)  # not one cut short
-        rows = [row[0] for row in rows if resume and int(row[1]) <= step]
-        write_file(path, "".join(rows).encode())
-    return open(path, "a", encoding="utf-8")
+    try:
+        if os.path.isfile(path) and not resume:  # from before a checkpoint, or with all moved away
+            os.replace(path, path + ".old")
+        elif os.path.isfile(path):
+            text = Path(path).read_text("utf-8", "replace")
+            rows = re.finditer(r'^{\s*"step"\s*:\s*(\d+).*}\n', text, re.M)  # not one cut short
+            write_file(path, "".join(row[0] for row in rows if int(row[1]) <= step).encode())
+        return open(path, "a", encoding="utf-8")
+    except OSError as error:
+        fail(f"{path}: {error.strerror}; make room, then go on with --init_from=resume")
 
 def show_row(step, row, max_iters, left, log_file, tracker=None):
     """A row to the log and the eye; a full disk ends the run, a closed pipe doesn't."""
@@ -212,6 +216,8 @@ def write_folder(path):
         yield aside
         for file in [*os.listdir(aside), ""]:
             sync(os.path.join(aside, file))
+        if os.path.isdir(path):  # no checkpoint, or it would not be written anew
+            os.rename(path, path + "-old")
         os.rename(aside, path)
         sync(parent)
     except Exception as error:  # a full disk is an OSError, a RuntimeError or a SafetensorError
@@ -499,6 +505,8 @@ def open_source(files, settings):
             if ending == ".jsonl":
                 stream = stream.map(parse_lines, batched=True, batch_size=8,
                                     remove_columns=["line"], fn_kwargs={"text_key": text_key})
+        elif os.path.isdir(source):
+            raise FileNotFoundError(f"a folder; its files are --source='{source}/**/*.txt' or so")
         elif glob.has_magic(source) or Path(source.removesuffix(".gz")).suffix in kinds:
             raise FileNotFoundError("no such file")
         else:
@@ -553,7 +561,8 @@ def read_groups(stream, text_key, place):
             return
         except Exception as error:  # what a network does is worth another try, from the last place
             failures += 1
-            broken = (ValueError, TypeError, LookupError, EOFError, gzip.BadGzipFile)
+            broken = (ValueError, TypeError, LookupError, EOFError, RecursionError,
+                      PermissionError, gzip.BadGzipFile, gzip.zlib.error)
             if failures > 5 or isinstance(error, broken):
                 fail(f"{brief(error)}; finished shards are kept: mend it, then the same command "
                      "goes on from them")
@@ -601,19 +610,19 @@ def in_order(groups, encoding, threads):
 
 def read_meta(folder, settings):
     """What this node has done in the folder, or {}; fails where that was with other settings."""
-    mine = {}
-    for path in sorted(glob.glob(glob.escape(folder) + "/meta*.json")):
+    mine, notes = {}, sorted(glob.glob(glob.escape(folder) + "/meta*.json"))
+    for path in notes:
         try:
             then = json.loads(Path(path).read_text(encoding="utf-8"))
             then = {key: then[key] for key in then.keys() | settings.keys() | {"shards", "resume"}}
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, AttributeError) as error:
             fail(f"{path}: {brief(error)}; delete {folder} and run again")
         for key, now in settings.items():
             if key not in ("dataset", "num_proc", "rank") and now not in (None, then[key]):
                 fail(f"{folder} was begun with {key}={then[key]!r}, and this is {now!r}; put it "
                      "back, delete the folder, or choose another --dataset")
         mine = then if then["rank"] == settings["rank"] else mine
-    if not mine and settings["world_size"] == 1 and glob.glob(glob.escape(folder) + "/*.bin"):
+    if not notes and glob.glob(glob.escape(folder) + "/*.bin"):
         fail(f"{folder} holds shards from elsewhere; choose another --dataset")
     for shard in mine.get("shards", ()):
         path, size = os.path.join(folder, shard["file"]), HEADER + 2 * shard["tokens"]
@@ -634,7 +643,8 @@ def write_shard(folder, meta, tokens, lengths):
     """The next shard: written aside, noted in meta, then shown: a kill between loses nothing."""
     n, node = len(meta["shards"]), meta["rank"]
     number = 1 + node + (n - (node == 0)) * meta["world_size"] if n or node else 0
-    name = f"{Path(folder).absolute().name}_{'train' if number else 'val'}_{number:06}.bin"
+    name = Path(meta["dataset"]).absolute().name  # still, where the folder has been renamed
+    name = f"{name}_{'train' if number else 'val'}_{number:06}.bin"
     header = np.array([MAGIC, 1, len(tokens)] + [0] * 253, "<i4")
     digest = hashlib.sha256(header)
     digest.update(tokens)
@@ -650,8 +660,8 @@ def write_shard(folder, meta, tokens, lengths):
 
 def main():
     settings, start, env = configure(globals()), time.time(), os.environ
-    node = rank if rank >= 0 else int(env.get("RANK", env.get("SLURM_PROCID", 0)))
-    nodes = world_size or int(env.get("WORLD_SIZE", env.get("SLURM_NTASKS", 1)))
+    node = rank if rank >= 0 else int(env.get("RANK") or env.get("SLURM_PROCID") or 0)
+    nodes = world_size or int(env.get("WORLD_SIZE") or env.get("SLURM_NTASKS") or 1)
     if not (0 <= node < nodes and 0 < min(shard_size, val_tokens) and max_tokens >= 0 <= num_proc
             and max(shard_size, val_tokens) < 2**31):  # a header counts in int32
         fail(f"out of range: rank={node} of world_size={nodes}, shard_size={shard_size}, "
@@ -659,7 +669,8 @@ def main():
     folder = dataset_dir(dataset)
     lock(folder, f".lock_{node}")
     files = [source] if os.path.isfile(source) else sorted(glob.glob(source, recursive=True))
-    files = [file for file in files if os.path.isfile(file)]
+    # absolute, as datasets would glob the working directory's name as well
+    files = [os.path.abspath(file) for file in files if os.path.isfile(file)]
     revision = f"{len(files)} files, {sum(map(os.path.getsize, files))} bytes" if files else None
     settings |= {"rank": node, "world_size": nodes, "revision": revision}
     if nodes > 1:  # not meant, perhaps: a batch job's variables outside of srun
@@ -691,8 +702,7 @@ def main():
     capacity = shard_size if node or meta["shards"] else val_tokens
     buffer, filled = np.empty(max(capacity, shard_size), "<u2"), 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    bar = tqdm(unit=" tokens", unit_scale=True, disable=None)  # none where stderr is no terminal
-    try:
+    with tqdm(unit=" tokens", unit_scale=True, disable=None) as bar:  # none without a terminal
         groups = read_groups(stream, text_key, meta["resume"]["place"])
         for place, tokens in in_order(groups, encoding, num_proc or cores):
             tokens = tokens[:limit - seen]
@@ -701,7 +711,8 @@ def main():
                 if filled == capacity:  # and there is more, so it isn't the last
                     meta["resume"] = {"place": place, "seen": seen}
                     write_shard(folder, meta, buffer[:filled], lengths)
-                    bar.write(f"{meta['shards'][-1]['file']}: {meta['tokens']:,} tokens so far")
+                    bar.write(f"{meta['shards'][-1]['file']}: {meta['tokens']:,} tokens so far",
+                              sys.stderr)  # where a pipe that is closed, | head, ends nothing
                     filled, capacity = 0, shard_size
                 part, rest = rest[:capacity - filled], rest[capacity - filled:]
                 buffer[filled:filled + len(part)] = part
@@ -720,8 +731,6 @@ def main():
             write_shard(folder, meta, part, lengths)
         meta["resume"] = None
         write_meta(folder, meta)
-    except OSError as error:
-        fail(f"{folder}: {error.strerror}; make room, then the same command goes on from there")
     seconds, new = time.time() - start, meta["bytes"] - before
     print(f"{folder}: {meta['documents']:,} documents, {meta['tokens']:,} tokens in "
           f"{len(meta['shards'])} shards, {seconds:.1f} s, {new / 1e6 / seconds:.1f} MB/s; "
@@ -733,3 +742,8 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from the last finished shard", file=sys.stderr)
         sys.exit(130)
+    except BrokenPipeError:  # as in prepare.py | head; its last flush must not fail once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except OSError as error:
+        fail(f"{dataset}: {error}; make room, then the same command goes on from there")

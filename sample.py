@@ -36,7 +36,7 @@ out = ""  # file for the samples as JSON lines: prompt, text (what comes after i
 temperature = 0.8  # below 1 favours likely tokens; 0 always takes the likeliest
 top_k = 200  # choose among the k likeliest tokens; 0 among all
 top_p = 1.0  # choose among the likeliest that have this probability together; 1 among all
-seed = 1337  # the same prompt and seed give the same samples, whatever else is in the batch
+seed = 1337  # same prompt and seed, same samples in any batch (but for rounding, in 16 bits)
 # system
 device = "auto"  # auto, cpu, cuda, cuda:1, mps
 dtype = "auto"  # of matrix products and cache: auto, bfloat16, float16, float32
@@ -62,7 +62,7 @@ def choose(logits, draw, temperature=1.0, top_k=0, top_p=1.0):
     >>> choose(torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([0.5]), temperature=0.0)
     tensor([1])
     """
-    if temperature == 0:
+    if temperature < 1e-9:  # logits divided by less could overflow
         return logits.argmax(-1)
     ids = None
     if top_k or top_p < 1:
@@ -70,7 +70,7 @@ def choose(logits, draw, temperature=1.0, top_k=0, top_p=1.0):
     logits = logits.float() / temperature
     if top_p < 1:
         probs = logits.softmax(-1)
-        beyond = probs.cumsum(-1) - probs >= top_p  # those before it are enough
+        beyond = probs.cumsum(-1) - probs >= max(top_p, 1e-9)  # those before are enough
         logits = logits.masked_fill(beyond, -math.inf)
     if ids is not None:
         ids, order = ids.sort(-1)
@@ -93,8 +93,8 @@ def generate(model, prompts, seeds, max_new_tokens, vocab_size=None, compile=Fal
     block_size tokens goes on from the newer half of them. Ids from vocab_size on are never chosen.
     choice: temperature, top_k, top_p.
 
-    Nothing here waits for the device. The rows are aligned at their ends, and "time" counts their
-    columns. The cache is a ring: the key and the value of time t lie in slot t % slots.
+    Only the first logits wait for the device. The rows are aligned at their ends, and "time" counts
+    their columns. The cache is a ring: the key and the value of time t lie in slot t % slots.
     """
     config, weight = model.config, model.transformer.h[0].attn.c_attn.weight
     device, dtype, B = weight.device, weight.dtype, len(prompts)
@@ -145,6 +145,9 @@ def generate(model, prompts, seeds, max_new_tokens, vocab_size=None, compile=Fal
             logits = read(model.hidden, tokens[once, :now], starts[once], now, cache)
             to = [once.index(row) for row in same]
             logits, cache = logits[to], [part[to] for part in cache]
+            if not logits.isfinite().all():
+                fail(f"logits that aren't finite: a broken checkpoint, or more than {dtype} holds; "
+                     "try --dtype=float32")
         else:
             full = [row for row in range(B) if now - begin[row] > config.block_size]
             for row in full:
@@ -167,7 +170,7 @@ def read_prompts(start):
     if kind not in ("FILE", "LINES"):
         return [start]
     try:
-        with open(path, encoding="utf-8") as f:
+        with open(path, encoding="utf-8-sig") as f:
             text = f.read()
     except (OSError, UnicodeDecodeError) as error:
         fail(f"--start={start}: can't read {path}: {error}")
@@ -178,7 +181,10 @@ def read_prompts(start):
 
 def encode(encoding, prompt, block_size):
     """Token ids of a prompt, the last block_size of them; <|endoftext|> in it is the token."""
-    ids = encoding.encode(prompt or EOT, allowed_special={EOT}, disallowed_special=())
+    try:
+        ids = encoding.encode(prompt or EOT, allowed_special={EOT}, disallowed_special=())
+    except ValueError as error:  # a million spaces in a row
+        fail(f"can't tokenize the prompt {prompt[:20]!r}...: {error}")
     if len(ids) > block_size:
         print(f"prompt of {len(ids)} tokens: the model sees the last {block_size}", file=sys.stderr)
     return ids[-block_size:]
@@ -208,8 +214,8 @@ def main():
     for key, least in dict(num_samples=1, max_new_tokens=0, temperature=0, top_k=0).items():
         if globals()[key] < least:
             fail(f"--{key}={globals()[key]}: has to be {least} or more")
-    if not 0 < top_p <= 1:
-        fail(f"--top_p={top_p}: has to be above 0 and at most 1")
+    if not 0 < top_p <= 1 or max_new_tokens > 10**7:
+        fail(f"{top_p=}, {max_new_tokens=}: at most 1, and above 0; at most 10 million")
     place = pick_device(device)
     precision = pick_dtype(dtype, place)
     prompts = read_prompts(start)
@@ -227,7 +233,6 @@ def main():
             digest = hashlib.sha256(repr((seed, ids, made[tuple(ids)])).encode()).digest()
             jobs.append((prompt, ids, int.from_bytes(digest[:8], "little")))
 
-    sys.stdout.reconfigure(errors="replace")  # what the terminal can't show is shown as ?
     show = functools.partial(print, end="", flush=True) if len(jobs) == 1 else None
     try:
         file = open(out, "w", encoding="utf-8") if out else contextlib.nullcontext()
@@ -244,9 +249,9 @@ def main():
             samples = collect(steps, len(ids), encoding, show)
             for prompt, tokens in zip(texts, samples, strict=True):
                 text = encoding.decode_bytes(tokens).decode("utf-8", "replace")
-                print("" if show else prompt + text + "\n" + "-" * 15, flush=True)
                 if out:
                     print(json.dumps(dict(prompt=prompt, text=text, tokens=tokens)), file=file)
+                print("" if show else prompt + text + "\n" + "-" * 15, flush=True)
                 count += len(tokens)
     seconds = time.perf_counter() - began
     print(f"{count} tokens in {seconds:.1f} s, {count / seconds:.0f} tokens/s", file=sys.stderr)
@@ -256,6 +261,7 @@ if __name__ == "__main__":
         main()
     except BrokenPipeError:  # as in sample.py | head; stdout's last flush must not fail once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1 if out else 0)  # that file isn't complete
     except OSError as error:
         fail(f"can't write the samples: {error}")
     except KeyboardInterrupt:

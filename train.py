@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint as recompute
 
 import prepare  # also reads the shards, finds checkpoints and writes files all or nothing
@@ -44,7 +44,7 @@ batch_size = 16  # sequences a forward pass, a process; accumulation steps are d
 # optimizer
 max_iters = 19073  # optimizer steps: 10B tokens at 2**19 each
 learning_rate = 6e-4  # the peak, after warm-up
-min_lr = 6e-5  # where the cosine ends, at max_iters
+min_lr = 6e-5  # where the cosine ends, at max_iters; above learning_rate, that is kept
 warmup_iters = 700  # steps of linear warm-up
 optimizer = "adamw"  # adamw, or muon for the blocks' matrices and adamw for the rest
 weight_decay = 0.1  # on tensors of two or more dimensions
@@ -143,8 +143,7 @@ class GPT(nn.Module):
             logits = self.logits(x).float().flatten(0, 1)
             return F.cross_entropy(logits, y.flatten(), reduction="sum")
         B, T = idx.shape
-        # logits are the largest tensors: under checkpointing some 1,024 tokens' at a time, as fewer
-        # make the CPU add up the embedding's gradient too often
+        # logits are the largest: 1,024 tokens' at a time; fewer add up wte's gradient too often
         b = max(1, 1024 // T) if self.config.gradient_checkpointing and self.training else B
         return sum(map(self.run, [loss] * B, self.hidden(idx).split(b), targets.split(b))) / (B * T)
 
@@ -214,20 +213,20 @@ def get_lr(it, learning_rate, min_lr, warmup_iters, max_iters):
     """Learning rate of update it = 0, 1 ...: a linear warm-up from above 0, a cosine to min_lr."""
     if it < warmup_iters:
         return learning_rate * (it + 1) / (warmup_iters + 1)
-    done = min(1.0, (it - warmup_iters) / max(1, max_iters - warmup_iters))
-    return min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (learning_rate - min_lr)
+    angle = math.pi * min(1.0, (it - warmup_iters) / max(1, max_iters - warmup_iters))
+    return min(learning_rate, min_lr + 0.5 * (1 + math.cos(angle)) * (learning_rate - min_lr))
 
 def pick_device(device):
     """A device that is there; "auto" takes cuda (torchrun's processes one each), mps or cpu."""
     if device in ("auto", "cuda") and torch.cuda.is_available():
-        return f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    if device == "auto":
-        return "mps" if torch.backends.mps.is_available() else "cpu"
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    elif device == "auto":
+        device = "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         torch.Generator(torch.device(device).type)  # meta and the like have none
         return str(torch.zeros(1, device=device).device)
     except Exception as error:
-        fail(f"device={device}: {str(error)[:80]}; --device=auto picks one")
+        fail(f"device={device}, {torch.cuda.device_count()} GPUs: {str(error)[:70]}; try =auto")
 
 def pick_dtype(dtype, device):
     """The compute dtype's name; "auto" takes bfloat16 where the hardware has it, not emulated."""
@@ -314,7 +313,6 @@ def main():
         for one, state in zip(optimizers, saved["optimizers"], strict=True):
             one.load_state_dict(one.state_dict() | {"state": state})  # hyperparameters are today's
 
-    # a step is micro-batches x processes x sequences x tokens
     B, sequences = batch_size, total_batch_size // c.block_size  # B is halved when memory runs out
     unit = B * world_size * c.block_size
     if total_batch_size % unit:
@@ -330,13 +328,15 @@ def main():
     # a token costs 6 FLOPs a weight it meets, and attention's two T x T products
     flops = 6 * (n_params - c.block_size * c.n_embd) + 12 * c.n_layer * c.n_embd * c.block_size
     engine = torch.compile(model, dynamic=False) if compile else model
-    engine = DistributedDataParallel(engine) if world_size > 1 else engine
+    if world_size > 1:  # the search keeps the buckets, and so the order of sums, as they begin
+        engine = DDP(engine, gradient_as_bucket_view=True, find_unused_parameters=kind == "cpu")
     if hellaswag_interval:
         import hellaswag
         examples = hellaswag.load(hellaswag_data, prepare.tokenizer_of(folder), c.block_size)
     tracking = __import__(tracker) if tracker and rank == 0 else None
     if tracking:
-        tracking.init(project="finegpt", name=Path(out_dir).name, config=settings, resume="allow")
+        tracking.init(project="finegpt", name=Path(out_dir).name, config=settings,
+                      resume="allow" if resume else "never")
     log_file = prepare.open_log(f"{out_dir}/log.jsonl" if rank == 0 else os.devnull, step, resume)
 
     mean = lr = norm = None  # of this process's newest step
@@ -410,25 +410,25 @@ def main():
                 for micro in range(micro_steps):
                     first = step * sequences + (micro * world_size + rank) * B
                     x, y = train_data.sample(first, B, seed, place)
-                    if world_size > 1:  # set before forward, which reads it too
-                        engine.require_backward_grad_sync = micro == micro_steps - 1
+                    engine.require_backward_grad_sync = micro == micro_steps - 1  # for DDP
                     with context:
                         loss = engine(x, y) / micro_steps
                     total += loss.detach()
                     scaler.scale(loss).backward()
                 mean, works = total, True
-            except torch.OutOfMemoryError:
+            except Exception as error:
+                said = str(error).partition("\n")[0]
+                if not re.search("OutOfMemory|out of memory|allocate memory", repr(error)):
+                    if works:
+                        raise
+                    print(f"torch.compile failed, going on without: {said}")
+                    works = True
+                    torch.compiler.set_stance("force_eager")
+                    continue
                 if B == 1 or world_size > 1:
                     fail("out of memory: lower --batch_size, or add --gradient_checkpointing=True")
-                B = next(b for b in range(B // 2, 0, -1) if sequences % b == 0)
-                loss = None  # frees the activations
+                B, loss = next(b for b in range(B // 2, 0, -1) if sequences % b == 0), None
                 print(f"out of memory: going on with batch_size={B}, as many tokens a step")
-            except Exception as error:
-                if works:
-                    raise
-                print(f"torch.compile failed, going on without: {str(error).partition(chr(10))[0]}")
-                works = True
-                torch.compiler.set_stance("force_eager")
         reduce(mean)
         mean /= world_size
         for one in optimizers:

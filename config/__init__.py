@@ -8,6 +8,7 @@ Later wins. One recipe drives all four scripts: each takes the keys it has and p
 rest; a key that none of them has is an error. Sibling scripts are read as text, never run.
 """
 import ast
+import contextlib
 import difflib
 import math
 import os
@@ -46,7 +47,7 @@ def convert(key, value, want, where):
     (1000, False)
     """
     text = str(value).strip()
-    try:
+    with contextlib.suppress(ValueError, KeyError):
         if want is str and isinstance(value, str):
             return value
         if want is bool:
@@ -57,8 +58,6 @@ def convert(key, value, want, where):
             return int(text)  # not by way of float, which is exact to 2**53 only
         if want is int and float(text).is_integer():
             return int(float(text))
-    except (ValueError, KeyError):
-        pass
     fail(f"{where}: {key} wants {want.__name__}, got {value!r}")
 
 def read_recipe(path):
@@ -74,6 +73,7 @@ def read_recipe(path):
 
 def configure(script, argv=None, echo=None):
     """Override a script's settings (script: its globals()) from argv; prints and returns them."""
+    sys.stdout.reconfigure(errors="replace")  # what the terminal can't show is shown as ?
     mine, folder = settings_of(script["__file__"]), Path(script["__file__"]).parent
     defaults = {key: script[key] for key in mine if isinstance(script[key], (str, int, float))}
     anyones = set(mine).union(*map(settings_of, filter(Path.exists, map(folder.joinpath, SCRIPTS))))
@@ -94,6 +94,6 @@ def configure(script, argv=None, echo=None):
             if key in defaults:
                 script[key] = convert(key, value, type(defaults[key]), arg)
     settings = {key: script[key] for key in defaults}
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK", "0") in ("0", ""):
         print("settings:", *(f"{k}={v!r}" for k, v in settings.items()), file=echo, flush=True)
     return settings

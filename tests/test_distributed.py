@@ -1,9 +1,11 @@
 """torchrun with gloo on this machine: the number of processes is not a hyperparameter."""
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -54,6 +56,16 @@ def test_a_checkpoint_resumes_on_another_number_of_processes(toy):  # noqa: F811
     assert run(*TINY, "--dropout=0", "--out_dir=a", "--init_from=resume") == 0
     assert finish(launch(2, "--out_dir=b", "--init_from=resume"))[0] == 0
     assert_close("a", "b")
+
+
+def test_three_processes_resume_bit_equal(toy):  # noqa: F811
+    """Three addends' order shows in a sum; DDP would change it after a process's first step."""
+    batch = "--batch_size=1", f"--total_batch_size={16 * 4 * 3}", "--keep_checkpoints=9"
+    assert finish(launch(3, *batch))[0] == 0
+    shutil.copytree("out/checkpoint-3", "again/checkpoint-3")
+    assert finish(launch(3, *batch, "--out_dir=again", "--init_from=resume"))[0] == 0
+    one, other = (Path(f"{d}/checkpoint-10/model.safetensors").read_bytes() for d in ("out", "again"))
+    assert one == other
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])

@@ -194,7 +194,7 @@ def one_at_a_time(directory, path, protocol, block_size, limit=None):
             context = encode(query.rstrip())
             endings = [encode(query + " " + choice)[len(context):] for choice in choices]
             lengths.append([len(choice) for choice in choices])
-        context = context[-(block_size - max(map(len, endings))):]
+        context = context[-(block_size + 1 - max(map(len, endings))):]
         for ids in endings:
             idx = torch.tensor([context + ids])
             with torch.no_grad():
@@ -469,6 +469,38 @@ def test_ctrl_c_leaves_no_traceback(in_bytes, tmp_path):
         assert process.stderr.readline().startswith("settings:")
         process.send_signal(signal.SIGINT)
         assert process.wait(60) != 0 and "Traceback" not in process.stderr.read()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes and links")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_closed_pipe_keeps_the_losses(in_bytes, data, tmp_path, unbuffered):
+    (tmp_path / "real").write_text("old")
+    os.symlink("real", tmp_path / "link")
+    command = [sys.executable, REPO / "hellaswag.py", f"--checkpoint={in_bytes}", f"--hellaswag_data={data}",
+               f"--out={tmp_path}/link"]
+    env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env) as process:
+        process.stdout.close()
+        said = process.stderr.read().decode()
+        assert process.wait(60) == 2 and "Traceback" not in said and "Exception" not in said, said
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_text().count("loss_sum") == 3
+
+
+@pytest.mark.skipif(os.name != "posix", reason="no ulimit")
+def test_a_full_disk_leaves_the_result(in_bytes, data, tmp_path):
+    rows = tmp_path / "many.jsonl"
+    rows.write_text(Path(data).read_text(encoding="utf-8") * 9, encoding="utf-8")
+    command = (f"ulimit -f 1; {sys.executable} {REPO}/hellaswag.py --checkpoint={in_bytes} "
+               f"--hellaswag_data={rows} --out={tmp_path}/o")
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.returncode == 2 and "acc_norm" in done.stdout, done.stderr
+    assert "File too large" in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no devices")
+def test_a_device_is_not_replaced(in_bytes, data, cli):
+    code, shown, err = cli(f"--checkpoint={in_bytes}", f"--hellaswag_data={data}", "--out=/dev/full")
+    assert code == 2 and "no plain file" in err and not shown
 
 
 def test_import_only_defines_names():

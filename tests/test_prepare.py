@@ -222,6 +222,8 @@ BAD = {
     "number.jsonl": (b'{"text": 7}\n', "no text in column 'text'"),
     "cut.jsonl.gz": (gzip.compress(b'{"text": "a long enough line"}\n')[:20], "cut.jsonl"),
     "what.doc": (b"no known kind", "what.doc"),
+    "bits.txt.gz": (gzip.compress(b"a")[:10] + b"\xff" * 40, "bits.txt"),
+    "deep.jsonl": (b'{"text": ' + b"[" * 10**5 + b"\n", "deep.jsonl"),
 }
 
 
@@ -254,6 +256,39 @@ def test_ctrl_c_while_it_starts_is_one_line(tmp_path):
             f"runpy.run_path({str(REPO / 'prepare.py')!r}, run_name='__main__')")
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 130 and done.stderr.strip().count("\n") == 0 and "same command" in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["t.txt", "t.jsonl.gz", "t.json", "t.parquet", "t.parquet.gz"])
+def test_brackets_in_the_working_directory(main, tmp_path, monkeypatch, kind):
+    """A glob over run[1]/t.txt finds run1/t.txt."""
+    texts = documents(40)
+    for folder, some in (("run1", documents(40, seed=5)), ("run[1]", texts)):
+        (tmp_path / folder).mkdir()
+        path = tmp_path / folder / kind.removesuffix(".gz")
+        if "parquet" in kind:
+            write_parquet(path, some)
+        elif kind == "t.txt":
+            path.write_text("".join(some), encoding="utf-8")
+        else:
+            write_jsonl(path, some)
+        if kind.endswith(".gz"):
+            Path(f"{path}.gz").write_bytes(gzip.compress(path.read_bytes()))
+    monkeypatch.chdir(tmp_path / "run[1]")
+    main(f"--source={kind}")
+    want = reference(["".join(texts)] if kind == "t.txt" else texts, prepare.load_tokenizer("bytes"), 10**9, 1)
+    folder = tmp_path / "run[1]" / "data" / "x"
+    got = tokens_of(folder, "val")[0] + tokens_of(folder, "train")[0]
+    assert got == [t if t != "\r" else t for t in want[0]]
+
+
+def test_a_folder_is_no_source(main, tmp_path, capfd):
+    """datasets would take a .txt file's lines for documents."""
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("a\nb\nc\n")
+    with pytest.raises(SystemExit) as exit:
+        main("--source=notes")
+    error = capfd.readouterr().err
+    assert (exit.value.code, error.count("\n")) == (2, 1) and "--source='notes/**/*.txt'" in error
 
 
 @pytest.mark.parametrize("source", ["nothing/*.txt", "missing.jsonl", "someone/no-such-data-set"])
@@ -616,10 +651,8 @@ def test_full_disk(main, tmp_path, monkeypatch, capsys):
             raise OSError(28, "No space left on device")
         real(handle)
     monkeypatch.setattr(module.os, "fsync", fsync)
-    with pytest.raises(SystemExit) as exit:
+    with pytest.raises(OSError):  # which is one line, as the next test shows
         main(*args, module=module)
-    assert exit.value.code == 2
-    assert "No space left on device" in capsys.readouterr().err
     folder = tmp_path / "data" / "x"
     assert not list(folder.glob("*.tmp"))
     kept = hashes(folder)
@@ -629,6 +662,38 @@ def test_full_disk(main, tmp_path, monkeypatch, capsys):
     assert kept.items() <= hashes(main(*args)).items()
     want = reference(texts, prepare.load_tokenizer("bytes"), 1000, 1000)
     assert tokens_of(folder, "val") + tokens_of(folder, "train") == want
+
+
+@pytest.mark.skipif(os.name != "posix", reason="no ulimit")
+@pytest.mark.parametrize("kilobytes", [1, 6])  # stops it at the tokenizer's files; at a shard
+def test_full_disk_is_one_line(tmp_path, kilobytes):
+    write_jsonl(tmp_path / "t.jsonl", documents(200))
+    command = (f"ulimit -f {kilobytes}; {sys.executable} {REPO}/prepare.py --dataset=x --source=t.jsonl"
+               " --tokenizer=bytes --shard_size=5000 --val_tokens=2000")
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+    said = [line for line in done.stderr.splitlines() if "tokens so far" not in line]
+    assert done.returncode == 2 and len(said) == 1 and "File too large" in said[0], done.stderr
+    assert len(list((tmp_path / "data" / "x").glob("*.bin"))) == (kilobytes > 1)
+
+
+def test_a_closed_pipe_ends_nothing(tmp_path):
+    write_jsonl(tmp_path / "t.jsonl", documents(2000))
+    command = [sys.executable, REPO / "prepare.py", "--dataset=x", "--source=t.jsonl", "--tokenizer=bytes",
+               "--shard_size=20000", "--val_tokens=20000"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        said = process.stderr.read().decode()
+        assert process.wait(60) == 1 and "Traceback" not in said and "roken" not in said, said
+    assert json.loads((tmp_path / "data" / "x" / "meta.json").read_text())["resume"] is None
+
+
+def test_names_the_terminal_cannot_show(run, tmp_path):
+    (tmp_path / "ué").mkdir()
+    write_jsonl(tmp_path / "ué" / "é.jsonl", documents(50))
+    env = {"PYTHONIOENCODING": "ascii", "RANK": "", "WORLD_SIZE": "", "SLURM_NTASKS": ""}
+    done = run("prepare.py", "--dataset=ü", "--source=ué/*.jsonl", "--tokenizer=bytes", cwd=tmp_path, env=env)
+    assert done.returncode == 0 and "source='u?/*.jsonl'" in done.stdout, done.stderr
 
 
 def test_one_process_at_a_time(run, tmp_path):

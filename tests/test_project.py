@@ -353,6 +353,8 @@ def test_a_tracker_gets_every_row_and_a_resumed_run_goes_on_in_it(desk, tracker,
         rows = [json.loads(line) for line in (desk / "wandb.txt").open()]
         assert [row["init"]["name"] for row in rows if "init" in row] == ["wandb"] * 2
         assert rows[0]["init"]["config"]["max_iters"] == 4
+        # a run begun anew in a folder of an old one's name is not that run
+        assert [row["init"]["resume"] for row in rows if "init" in row] == ["never", "allow"]
         steps = [row["step"] for row in rows if "loss" in row]
     else:
         out = subprocess.run([Path(sys.executable).parent / "trackio", "get", "metric", "--project=finegpt",

@@ -317,7 +317,7 @@ def test_another_tokenizer_is_refused(tmp_path, cli, vocab_size, tokenizer):
     "--num_samples=0", "--max_new_tokens=-1", "--temperature=-0.1", "--top_k=-1", "--top_p=0",
     "--top_p=1.1", "--device=cuda:99", "--dtype=float8", "--tempertaure=1", "--out=nowhere/out",
     "--checkpoint=nowhere/at-all", "--start=FILE:nowhere", "--start=FILE:latin1",
-    "--start=LINES:nowhere", "--start=LINES:blank"])
+    "--start=LINES:nowhere", "--start=LINES:blank", "--max_new_tokens=1e12"])
 def test_a_mistake_is_one_line(tiny, cli, tmp_path, monkeypatch, arg):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "blank").write_text("\n \n", "utf-8")
@@ -348,6 +348,46 @@ def test_a_broken_pipe_ends_quietly(tiny, offline, num_samples):
         process.stdout.close()
         said = process.stderr.read().decode()
         assert process.wait(60) == 0 and "Traceback" not in said and "BrokenPipe" not in said, said
+
+
+def test_a_broken_pipe_with_a_file_is_no_success(tiny, offline, tmp_path):
+    command = [sys.executable, REPO / "sample.py", f"--checkpoint={tiny}", "--max_new_tokens=9",
+               "--num_samples=200", f"--out={tmp_path}/o"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        process.stdout.close()
+        assert process.wait(60) == 1
+    assert 0 < len((tmp_path / "o").read_text().splitlines()) < 200
+
+
+def test_a_byte_order_mark_is_no_prompt(tiny, cli, tmp_path):
+    (tmp_path / "p").write_bytes("\ufeffOne\r\nTwo\r\n".encode())
+    assert cli(f"--checkpoint={tiny}", f"--start=LINES:{tmp_path}/p", "--num_samples=1",
+               "--max_new_tokens=3", f"--out={tmp_path}/o")[0] == 0
+    rows = [json.loads(line) for line in (tmp_path / "o").read_text().splitlines()]
+    assert [row["prompt"] for row in rows] == ["One", "Two"]
+
+
+@pytest.mark.parametrize("broken", ["nan", "inf"])
+def test_logits_that_are_not_finite(tmp_path, cli, broken):
+    folder = make(tmp_path)
+    model = GPT2LMHeadModel.from_pretrained(folder)
+    model.transformer.ln_f.bias.data[3] = float(broken)
+    model.save_pretrained(folder)
+    code, shown, err = cli(f"--checkpoint={folder}", "--max_new_tokens=3")
+    assert code == 2 and "aren't finite" in err.splitlines()[-1] and shown == ""
+
+
+def test_a_prompt_that_cannot_be_tokenized(tmp_path, cli):
+    (tmp_path / "p").write_text(" " * 3_000_000 + "x")
+    folder = make(tmp_path, vocab_size=50257, tokenizer="gpt2")
+    code, shown, err = cli(f"--checkpoint={folder}", f"--start=FILE:{tmp_path}/p", "--max_new_tokens=1")
+    assert code == 2 and "can't tokenize" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("choice", [dict(temperature=1e-38), dict(temperature=1e-10), dict(top_p=1e-50)])
+def test_hardly_any_choice_is_the_likeliest(choice):
+    logits = torch.randn(20, 50, generator=torch.Generator().manual_seed(0)) * 20
+    assert sample.choose(logits, torch.full((20,), 0.999), **choice).equal(logits.argmax(-1))
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")

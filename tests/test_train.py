@@ -289,9 +289,22 @@ def test_dtype_and_device_choice(monkeypatch, capsys):
         with pytest.raises(SystemExit):
             choice(dtype, device)
     for cuda, mps, want in ((True, True, "cuda:0"), (False, True, "mps"), (False, False, "cpu")):
+        asked = []  # there is neither here, so see what is tried
         monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda mps=mps: mps)
-        assert train.pick_device("auto") == want
+        monkeypatch.setattr(torch, "Generator", asked.append)
+        monkeypatch.setattr(torch, "zeros", lambda n, device, asked=asked: asked.append(device) or torch.ones(n))
+        train.pick_device("auto")
+        assert asked == [want.partition(":")[0], want]
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")  # --nproc_per_node=3 on two GPUs
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        train.pick_device("auto")
+    assert capsys.readouterr().err.startswith("device=cuda:2, 2 GPUs: ")
+    monkeypatch.undo()
     for name in ("cuda:7", "tpu", "cpu:x"):
         with pytest.raises(SystemExit):
             train.pick_device(name)
@@ -402,8 +415,13 @@ def test_accumulation_and_batch_size_are_not_hyperparameters(toy):
     assert all(torch.allclose(a[k], b[k], atol=2e-5) for k in a)
 
 
+@pytest.mark.parametrize("error", [
+    torch.OutOfMemoryError("CUDA out of memory (injected)"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: "
+                 "you tried to allocate 26352812032 bytes"),
+    RuntimeError("MPS backend out of memory (MPS allocated: 5 GiB)")])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_out_of_memory_halves_the_batch_and_keeps_the_trajectory(toy, monkeypatch, capsys, where):
+def test_out_of_memory_halves_the_batch_and_keeps_the_trajectory(toy, monkeypatch, capsys, where, error):
     run(*TINY, "--dropout=0", "--out_dir=whole")
     real = torch.nn.functional.cross_entropy
 
@@ -414,7 +432,7 @@ def test_out_of_memory_halves_the_batch_and_keeps_the_trajectory(toy, monkeypatc
 
         @staticmethod
         def backward(ctx, g):
-            raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+            raise error
 
     calls = 0
 
@@ -423,7 +441,7 @@ def test_out_of_memory_halves_the_batch_and_keeps_the_trajectory(toy, monkeypatc
         calls += torch.is_grad_enabled()
         if logits.requires_grad and len(targets) > 32 and calls > 3:
             if where == "forward":
-                raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+                raise error
             return Fails.apply(real(logits, targets, **how))
         return real(logits, targets, **how)
 
@@ -811,3 +829,38 @@ def test_a_broken_file_is_named_in_one_line(toy, capsys, name, content, said):
     assert run(*TINY, "--init_from=resume", "--max_iters=12") == 2
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 1
+
+
+# --- the log and the folder of a run that was touched
+
+def test_a_log_that_others_wrote_is_kept(tmp_path):
+    path = tmp_path / "log.jsonl"
+    rows = [json.dumps({"step": n, "loss": 1.0}, separators=s) for n, s in ((0, (",", ":")), (3, None), (6, None))]
+    path.write_text("\n".join(rows) + '\n{"step": 3, "lo')
+    prepare.open_log(str(path), 3, resume=True).close()
+    assert path.read_text() == "\n".join(rows[:2]) + "\n"
+    prepare.open_log(str(path), 0, resume=False).close()  # its checkpoints were moved away, perhaps
+    assert path.read_text() == "" and (tmp_path / "log.jsonl.old").read_text() == "\n".join(rows[:2]) + "\n"
+
+
+def test_a_disk_still_full_at_the_resume_is_one_line(toy, monkeypatch, capsys):
+    assert run(*TINY) == 0
+    real, before = os.fsync, Path("out/log.jsonl").read_bytes()
+
+    def fsync(handle):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(os, "fsync", fsync)
+    capsys.readouterr()
+    assert run(*TINY, "--init_from=resume", "--max_iters=12") == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "No space left" in err and Path("out/log.jsonl").read_bytes() == before
+    monkeypatch.setattr(os, "fsync", real)
+    assert run(*TINY, "--init_from=resume", "--max_iters=12") == 0
+
+
+def test_a_stray_folder_does_not_stop_a_checkpoint(toy):
+    Path("out/checkpoint-6").mkdir(parents=True)
+    Path("out/checkpoint-6/vocab.json").write_text("{}")
+    assert run(*TINY) == 0
+    assert Path("out/checkpoint-6/config.json").exists() or 6 not in prepare.checkpoints_in("out")
+    assert Path("out/checkpoint-6-old/vocab.json").exists()
