@@ -15,7 +15,6 @@ val_tokens = 5_000_000
 total_batch_size = 16 * 16 * 1024  # 16 micro-batches of 16 sequences
 max_iters = 1600
 warmup_iters = 100
-gradient_checkpointing = True
 eval_interval = 50
 eval_tokens = 1_048_576
 save_interval = 200

@@ -3,7 +3,7 @@
 #   python prepare.py config/fineweb_small.py
 #   torchrun --standalone --nproc_per_node=8 train.py config/fineweb_small.py
 #
-# Hardware: one GPU of 24 GB (with batch_size=8) or more; python instead of torchrun on one.
+# Hardware: one GPU of 24 GB or more; python instead of torchrun on one.
 # Time: not measured by us; by arithmetic, at half of an H100's peak, 5 hours on one GPU.
 # Outcome: not rerun by us. Public marks: GPT-2 124M itself is at a FineWeb-Edu val loss of about
 # 3.29 and HellaSwag 0.2955 (build-nanogpt's protocol); a run of 5,000 steps on one GPU is reported

@@ -12,4 +12,3 @@ n_embd = 1600
 batch_size = 4
 learning_rate = 2e-4  # GPT-3's table 2.1 for this size
 min_lr = 2e-5
-gradient_checkpointing = True

@@ -238,6 +238,8 @@ def profile(folder, device):
         name = event.key.removeprefix("aten::").removeprefix("_")
         group = next((g for g, keys in groups.items() if any(k in name for k in keys)), list(spent)[-1])
         on_gpu = device == "cuda" and group != "loader"
+        if on_gpu and event.device_type != torch.autograd.DeviceType.CPU:
+            continue  # a kernel's own row: its time stands at the operator that launched it
         spent[group] += event.self_device_time_total if on_gpu else event.self_cpu_time_total
     print(f"\n| part of an eager step, {compute} | ms | share |\n|---|---|---|")
     for name, t in sorted(spent.items(), key=lambda item: -item[1]):
