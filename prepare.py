@@ -82,9 +82,12 @@ def find_shards(folder, split):
 
 def check_shard(path):
     """path as a Shard: with llm.c's header, or as nanoGPT's bare tokens."""
-    size = os.path.getsize(path)
-    with open(path, "rb") as file:
-        head = file.read(HEADER)
+    try:
+        size = os.path.getsize(path)
+        with open(path, "rb") as file:
+            head = file.read(HEADER)
+    except OSError as error:
+        fail(f"{path}: {error.strerror}")
     magic, form, count = np.frombuffer(head.ljust(HEADER, b"\0"), "<i4")[:3].tolist()
     if magic == MAGIC and form == 1 and count > 0 and size == HEADER + 2 * count:
         return Shard(path, HEADER, count)
@@ -97,7 +100,14 @@ def check_shard(path):
 
 def read_tokens(shard, start, count):
     """Tokens [start, start + count), read and not mapped: a map's pages count as our memory."""
-    return np.fromfile(shard.path, "<u2", count, offset=shard.offset + 2 * start)
+    try:
+        tokens = np.fromfile(shard.path, "<u2", count, offset=shard.offset + 2 * start)
+    except OSError:
+        tokens = ()
+    if len(tokens) < count:
+        fail(f"{shard.path}: gone or cut short since the start; put it back, then go on from the "
+             "last checkpoint with --init_from=resume")
+    return tokens
 
 def mix(*keys):
     """63 bits that look random and follow from keys."""
@@ -255,7 +265,7 @@ def keep_freed_memory():
 
 def leave(code):
     """End the process; a rank of torchrun's at once, as gloo's threads can abort a slow exit."""
-    if "WORLD_SIZE" in os.environ:
+    if os.environ.get("WORLD_SIZE"):
         atexit._run_exitfuncs()
         with contextlib.suppress(OSError):  # a closed pipe
             sys.stdout.flush()
@@ -359,7 +369,11 @@ def save_tokenizer(encoding, folder):
     files = dict(zip(TOKENIZER_FILES, texts, strict=True))
     for name, text in files.items():
         write_file(os.path.join(folder, name), text)
-    return {name: hashlib.sha256(text).hexdigest() for name, text in files.items()}
+    return digests(files)
+
+def digests(files):
+    """The sha256 of each of files, {name: bytes}."""
+    return {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
 
 def tokenizer_of(folder, vocab_size=0):
     """The tokenizer of a dataset, or of a checkpoint of vocab_size ids; GPT-2's if it has none."""
@@ -375,8 +389,11 @@ def tokenizer_of(folder, vocab_size=0):
 def tokenizer_files(folder):
     """(vocab_size, eot, {name: bytes}) of a dataset's tokenizer; GPT-2's, or no files, if none."""
     try:
-        if os.path.exists(os.path.join(folder, "vocab.json")):
+        if any(Path(folder, name).exists() for name in ("meta.json", *TOKENIZER_FILES)):
             files = {name: Path(folder, name).read_bytes() for name in TOKENIZER_FILES}
+            meta = Path(folder, "meta.json")
+            if meta.exists() and digests(files) != json.loads(meta.read_bytes())["sha256"]:
+                raise ValueError("not as meta.json has them")
             vocab = json.loads(files["vocab.json"])
             return max(vocab.values()) + 1, vocab[EOT], files
     except Exception as error:

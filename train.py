@@ -89,7 +89,7 @@ class Block(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
         if cache is not None:
             keys, values, slots = cache  # (B, H, S, D) twice; the slots of these T tokens
-            k = keys.index_copy_(2, slots, k)[:, :, :mask.size(-1)]
+            k = keys.index_copy_(2, slots, k.type_as(keys))[:, :, :mask.size(-1)]
             v = values.index_copy_(2, slots, v)[:, :, :mask.size(-1)]
         # is_causal masks from the top left, wrong for one new token: a cache comes with its mask
         y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None)
@@ -255,13 +255,7 @@ def main():
         fail(f"{n_embd=} over {n_head=}, {dropout=}, {beta1=}, {beta2=} or {optimizer=} can't be")
     if tracker and (tracker not in ("wandb", "trackio") or not importlib.util.find_spec(tracker)):
         fail(f"tracker={tracker}: has to be wandb or trackio, installed by pip, or '' for none")
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    asked = []  # the signals that asked to stop
-    def ask(signum, frame):  # a second one ends at once; under torchrun it may be the first again
-        asked.append(signum)
-        signal.signal(signum, ask if "WORLD_SIZE" in os.environ else lambda n, _: os._exit(128 + n))
-    signal.signal(signal.SIGINT, ask)
-    signal.signal(signal.SIGTERM, ask)
+    rank, world_size = int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)
     place = pick_device(device)
     if "cuda" in place:
         torch.cuda.set_device(place)
@@ -273,6 +267,12 @@ def main():
     if world_size > 1:  # gloo beside nccl: ranks agree on flags without waiting for the device
         dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
         atexit.register(dist.destroy_process_group)
+    asked = []  # the signals that asked to stop; waiting for the other ranks, any ends at once
+    def ask(signum, frame):  # a second one ends at once; under torchrun it may be the first again
+        asked.append(signum)
+        signal.signal(signum, ask if os.environ.get("WORLD_SIZE") else signal.SIG_DFL)
+    signal.signal(signal.SIGINT, ask)
+    signal.signal(signal.SIGTERM, ask)
     prepare.keep_freed_memory()
     reduce = dist.all_reduce if world_size > 1 else lambda *_, **__: None
     sys.stdout = sys.stdout if rank == 0 else open(os.devnull, "w", encoding="utf-8")
@@ -287,7 +287,7 @@ def main():
     folder = prepare.dataset_dir(dataset)
     vocab_size, eot, tokenizer = prepare.tokenizer_files(folder)
     torch.manual_seed(seed % 2**63)
-    settings["dataset"] = os.path.basename(os.path.normpath(folder))  # however the path is spelt
+    settings["dataset"] = os.path.basename(os.path.abspath(folder))  # however the path is spelt
     if resume or init_from not in ("scratch", "auto"):
         source = prepare.find_checkpoint(out_dir, "latest" if resume else init_from)
         model = load_model(source, block_size)

@@ -508,3 +508,48 @@ def test_import_only_defines_names():
             "assert not {'train', 'datasets', 'tiktoken'} & set(sys.modules)")
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout + done.stderr == "", done.stderr
+
+
+# --- Faults that were put in on purpose and that no test had seen
+
+def test_a_context_of_just_the_room(tmp_path):
+    row = dict(ACTIVITY, ctx="abcdef", endings=["xyz"] * 4)  # in bytes 6 and, with a space, 4
+    path, encoding = write(tmp_path / "a.jsonl", [row]), load_tokenizer("bytes")
+    for block_size, context, cropped in ((9, b"abcdef", False), (8, b"bcdef", True), (4, b"f", True)):
+        example, = hellaswag.load(path, encoding, block_size)
+        assert (bytes(example.context), example.cropped) == (context, cropped)
+    with pytest.raises(SystemExit):
+        hellaswag.load(path, encoding, 3)
+
+
+def test_batch_tokens_arrive(in_bytes, data, cli, monkeypatch):
+    from train import GPT
+    sizes, real = [], GPT.hidden
+    monkeypatch.setattr(GPT, "hidden", lambda self, idx, *a: sizes.append(len(idx)) or real(self, idx, *a))
+    for batch_tokens, want in ((1, [1, 1, 1]), (2048, [3])):
+        sizes.clear()
+        assert cli(f"--checkpoint={in_bytes}", f"--hellaswag_data={data}", f"--batch_tokens={batch_tokens}")[0] == 0
+        assert sizes == want
+
+
+def test_an_ending_of_markup_alone(tmp_path, gpt2):
+    row = dict(ACTIVITY, endings=["[step]", "a", "b", "c"])
+    example, = hellaswag.load(write(tmp_path / "a.jsonl", [row]), gpt2, 64, "lm_eval")
+    assert example.lengths == [1, 1, 1, 1]
+
+
+def test_evaluating_in_eval_mode_stays_there(tiny, data, gpt2):
+    model = load_model(tiny)
+    hellaswag.evaluate(model, hellaswag.load(data, gpt2, 256))
+    assert not any(module.training for module in model.modules())
+
+
+def test_the_dtype_arrives(in_bytes, data, cli, tmp_path):
+    def losses(dtype):
+        assert cli(f"--checkpoint={in_bytes}", f"--hellaswag_data={data}", f"--dtype={dtype}", f"--out={tmp_path}/o")[0] == 0
+        return [json.loads(line)["loss_sum"] for line in (tmp_path / "o").open()]
+    assert losses("bfloat16") != losses("float32")
+
+
+def test_rows_in_a_file_of_any_name(tmp_path, gpt2):
+    assert len(hellaswag.load(write(tmp_path / "hellaswag_val.json", ROWS), gpt2, 256)) == 3

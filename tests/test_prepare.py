@@ -1022,3 +1022,216 @@ def test_write_file(tmp_path, monkeypatch):
         prepare.write_file(str(path), b"new")
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["f"]
+
+
+# --- Faults that were put in on purpose and that no test had seen
+
+def test_nodes_share_max_tokens(main, tmp_path):
+    source = write_parquet(tmp_path / "t.parquet", documents(300), row_group_size=20)
+    for node in range(3):
+        folder = main(f"--source={source}", "--val_tokens=100", "--max_tokens=1000", f"--rank={node}", "--world_size=3")
+    taken = [json.loads((folder / f"meta_{node}.json").read_text())["tokens"] for node in range(3)]
+    assert taken == [334, 333, 333]
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="asks Linux which file it is")
+def test_a_written_file_and_its_folder_are_on_the_disk(tmp_path, monkeypatch):
+    done, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: done.append(os.readlink(f"/proc/self/fd/{fd}")) or fsync(fd))
+    monkeypatch.setattr(os, "replace", lambda a, b: done.append("rename") or replace(a, b))
+    prepare.write_file(str(tmp_path / "f"), b"x")
+    assert done == [f"{tmp_path}/f.tmp", "rename", str(tmp_path)]
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="asks Linux which file it is")
+def test_a_written_folder_is_on_the_disk_before_it_is_shown(tmp_path, monkeypatch):
+    done, fsync, rename = [], os.fsync, os.rename
+    monkeypatch.setattr(os, "fsync", lambda fd: done.append(os.readlink(f"/proc/self/fd/{fd}")) or fsync(fd))
+    monkeypatch.setattr(os, "rename", lambda a, b: done.append("rename") or rename(a, b))
+    with prepare.write_folder(str(tmp_path / "c")) as aside:
+        for name in "ab":
+            Path(aside, name).write_text("x")
+    aside = str(tmp_path / "tmp-c")
+    assert sorted(done[:2]) == [f"{aside}/a", f"{aside}/b"]
+    assert [path.rstrip("/") for path in done[2:]] == [aside, "rename", str(tmp_path)]
+
+
+def test_a_hub_set_is_resumed_at_its_first_revision(main, tmp_path, monkeypatch):
+    import datasets
+    import huggingface_hub
+    texts, real, asked, heads = documents(60), datasets.load_dataset, [], ["abc", "def"]
+    path = write_parquet(tmp_path / "t.parquet", texts)
+
+    class Hub:
+        def dataset_info(self, name):
+            return type("Info", (), dict(sha=heads.pop(0)))
+
+    def load_dataset(source, **options):
+        asked.append(options["revision"])
+        return real("parquet", data_files=[str(path)], split="train", streaming=True)
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    module = fresh()
+    write_shard = module.write_shard
+
+    def stopping(*args):
+        write_shard(*args)
+        raise Stop
+    module.write_shard = stopping
+    with pytest.raises(Stop):
+        main("--source=a/b", "--shard_size=500", "--val_tokens=500", module=module)
+    module.write_shard = write_shard
+    folder = main("--source=a/b", "--shard_size=500", "--val_tokens=500", module=module)
+    assert asked == ["abc", "abc"]
+    assert json.loads((folder / "meta.json").read_text())["revision"] == "abc"
+
+
+def test_a_source_may_fail_now_and_then_for_ever(main, monkeypatch):
+    import datasets
+    texts, failed = documents(80), set()
+
+    def trouble(i):
+        if i % 10 == 5 and i not in failed:
+            failed.add(i)
+            raise TimeoutError("read timed out")
+    module = fresh()
+    module.GROUP = 100
+    monkeypatch.setattr(datasets, "load_dataset", flaky(texts, trouble))
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
+    folder = main("--source=a/b", "--shard_size=1000", "--val_tokens=1000", module=module)
+    assert len(failed) == 8
+    want = reference(texts, prepare.load_tokenizer("bytes"), 1000, 1000)
+    assert tokens_of(folder, "val") + tokens_of(folder, "train") == want
+
+
+def test_a_source_that_is_gone_is_given_up_in_two_minutes(main, monkeypatch):
+    import datasets
+    waits = []
+
+    def trouble(i):
+        raise ConnectionError("no route")
+    module = fresh()
+    monkeypatch.setattr(datasets, "load_dataset", flaky(documents(9), trouble))
+    monkeypatch.setattr(module.time, "sleep", waits.append)
+    with pytest.raises(SystemExit):
+        main("--source=a/b", module=module)
+    assert waits == [2, 4, 8, 16, 32]
+
+
+def test_a_renamed_folder_goes_on_with_other_threads(main, tmp_path):
+    texts = documents(100)
+    args = (f"--source={write_parquet(tmp_path / 't.parquet', texts)}", "--shard_size=1000", "--val_tokens=1000")
+    module = fresh()
+    write_shard = module.write_shard
+
+    def stopping(folder, meta, *rest):
+        write_shard(folder, meta, *rest)
+        if len(meta["shards"]) == 3:
+            raise Stop
+    module.write_shard = stopping
+    with pytest.raises(Stop):
+        main(*args, "--num_proc=1", module=module)
+    (tmp_path / "data/x").rename(tmp_path / "data/y")
+    main(*args, "--dataset=y", "--num_proc=2")
+    want = reference(texts, prepare.load_tokenizer("bytes"), 1000, 1000)
+    assert tokens_of("data/y", "val") + tokens_of("data/y", "train") == want
+
+
+@pytest.mark.parametrize("change", [{"add_prefix_space": True}, {"use_regex": False}])
+def test_a_pre_tokenizer_with_other_options_is_refused(trained, change, capsys):
+    path = trained / "tokenizer.json"
+    whole = json.loads(path.read_text(encoding="utf-8"))
+    whole["pre_tokenizer"] |= change
+    path.write_text(json.dumps(whole), encoding="utf-8")
+    assert "another way" in refused(trained, capsys)
+
+
+def test_merges_as_strings(trained):
+    path = trained / "tokenizer.json"
+    want = prepare.load_tokenizer(str(trained))._mergeable_ranks
+    whole = json.loads(path.read_text(encoding="utf-8"))
+    model = whole["model"]
+    model["merges"] = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]  # before tokenizers 0.20
+    path.write_text(json.dumps(whole), encoding="utf-8")
+    assert prepare.load_tokenizer(str(trained))._mergeable_ranks == want
+
+
+def test_a_vocabulary_of_another_size_is_refused(tmp_path):
+    prepare.save_tokenizer(prepare.load_tokenizer("bytes"), tmp_path)
+    assert prepare.tokenizer_of(tmp_path, 384).n_vocab == 257
+    for size in (392, 50304):
+        with pytest.raises(SystemExit):
+            prepare.tokenizer_of(tmp_path, size)
+
+
+def test_gpt2s_ids_without_a_network(tmp_path, monkeypatch):
+    import tiktoken
+    np.array([50256, 1, 2, 3], "<u2").tofile(tmp_path / "train.bin")
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: 1 / 0)
+    assert prepare.tokenizer_files(str(tmp_path)) == (50257, 50256, {})
+
+
+def test_what_is_fetched_from_the_hub(monkeypatch):
+    import huggingface_hub
+    from fnmatch import fnmatch
+    asked = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, allow_patterns: asked.extend(allow_patterns))
+    prepare.find_checkpoint("out", "gpt2")
+    wanted = ("config.json", "tokenizer.json", "vocab.json", "merges.txt", "model.safetensors", "model-00001-of-00002.safetensors")
+    assert all(any(fnmatch(name, pattern) for pattern in asked) for name in wanted)
+    assert not any(fnmatch("pytorch_model.bin", pattern) for pattern in asked)
+
+
+def test_threads_are_kept_busy_to_the_end(monkeypatch):
+    monkeypatch.setattr(prepare, "FLIGHT", 10_000)
+    read = []
+
+    def groups():
+        for i in range(100):
+            read.append(i)
+            yield i, ["x" * 1000]
+    ahead = [len(read) - done for done, _ in enumerate(prepare.in_order(groups(), prepare.load_tokenizer("bytes"), 2))]
+    assert min(ahead[:70]) > 15
+
+
+def test_the_first_id_past_the_vocabulary(tmp_path):
+    shard(tmp_path / "x_train_000001.bin", [1, 256] * 20)
+    assert prepare.Windows(str(tmp_path), "train", 8, 257).read([0])[0].max() == 256
+    with pytest.raises(SystemExit):
+        prepare.Windows(str(tmp_path), "train", 8, 256).read([0])
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_text_in_any_language_is_no_shard(tmp_path, n):
+    (tmp_path / "train.bin").write_bytes(("a" * n + "中" * 500).encode()[:1200])
+    with pytest.raises(SystemExit):
+        prepare.check_shard(str(tmp_path / "train.bin"))
+
+
+@pytest.mark.parametrize("args", ["--rank=2 --world_size=2", "--shard_size=0", "--val_tokens=0",
+                                  "--shard_size=3e9", "--max_tokens=-1", "--num_proc=-1"])
+def test_settings_out_of_range(main, tmp_path, capsys, args):
+    write_jsonl(tmp_path / "t.jsonl", documents(20))
+    with pytest.raises(SystemExit):
+        main("--source=t.jsonl", *args.split())
+    assert "out of range" in capsys.readouterr().err
+
+
+def test_files_in_folders_below(main, tmp_path):
+    for folder in ("t", "t/a", "t/a/b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "f.txt").write_text(f"text in {folder} " * 9)
+    folder = main("--source=t/**/*.txt")
+    whole = sum(tokens_of(folder, "val") + tokens_of(folder, "train"), [])
+    text = prepare.load_tokenizer("bytes").decode(whole)
+    assert sorted(text.split("<|endoftext|>")) == sorted(["", *(f"text in {f} " * 9 for f in ("t", "t/a", "t/a/b"))])
+
+
+def test_a_hub_set_of_few_files_is_shared_by_row_groups(main, tmp_path, monkeypatch):
+    import datasets
+    real, path = datasets.load_dataset, write_parquet(tmp_path / "t.parquet", documents(100), row_group_size=10)
+    monkeypatch.setattr(datasets, "load_dataset", lambda source, **options: real(
+        "parquet", data_files=[str(path)], split="train", streaming=True))
+    for node in range(2):
+        folder = main("--source=a/b", "--val_tokens=100", f"--rank={node}", "--world_size=2")
+    assert [json.loads((folder / f"meta_{n}.json").read_text())["documents"] for n in range(2)] == [50, 50]

@@ -403,3 +403,19 @@ def test_encodings_are_always_named(tmp_path, run):
 def test_doctests():
     for name in ("config/__init__.py", "hellaswag.py"):
         subprocess.run([sys.executable, "-m", "doctest", ROOT / name], cwd=ROOT, check=True)
+
+
+# --- Faults that were put in on purpose and that no test had seen
+
+def test_only_rank_0_prints_the_settings(monkeypatch, capsys):
+    for rank, said in (("0", 1), ("", 1), ("1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        configure("train.py")
+        assert capsys.readouterr().out.count("settings:") == said
+
+
+@pytest.mark.parametrize("argv,said", [("--max_iters=5x", "max_iters wants int"), ("--dropout=inf", "dropout wants float")])
+def test_more_wrong_settings(capsys, argv, said):
+    with pytest.raises(SystemExit):
+        configure("train.py", argv)
+    assert said in capsys.readouterr().err

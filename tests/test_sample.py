@@ -411,3 +411,54 @@ def test_no_compiler_is_one_warning(tiny, run, tmp_path):
     done = run("sample.py", *options, "--compile=True", env=env)
     assert done.returncode == 0 and done.stderr.count("can't compile") == 1, done.stderr
     assert len(done.stderr.splitlines()) == 4 and done.stdout == run("sample.py", *options).stdout
+
+
+# --- Faults that were put in on purpose and that no test had seen
+
+def test_a_long_prompt_keeps_its_end():
+    assert sample.encode(load_tokenizer("bytes"), "abcde", 3) == [99, 100, 101]
+
+
+def test_the_settings_of_the_choice_arrive(tiny, cli, tmp_path):
+    def made(*args):
+        assert cli(f"--checkpoint={tiny}", "--num_samples=4", "--max_new_tokens=30", f"--out={tmp_path}/o", *args)[0] == 0
+        return [json.loads(line)["tokens"] for line in (tmp_path / "o").open()]
+    plain = ("--dtype=float32", "--temperature=1", "--top_k=0")
+    likeliest = made(*plain, "--temperature=0")
+    assert made(*plain, "--top_k=1") == made(*plain, "--top_p=1e-9") == likeliest != made(*plain)
+    assert made(*plain, "--temperature=0.5") != made(*plain)
+
+
+def test_the_dtype_arrives(tiny, cli, monkeypatch):
+    seen, real = set(), torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention",
+                        lambda q, *a, **k: seen.add(q.dtype) or real(q, *a, **k))
+    for dtype in ("float32", "bfloat16", "float16"):
+        seen.clear()
+        assert cli(f"--checkpoint={tiny}", "--num_samples=1", "--max_new_tokens=3", f"--dtype={dtype}")[0] == 0
+        assert seen == {getattr(torch, dtype)}
+
+
+def test_best_is_the_best(cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for step in (5, 40):
+        folder = make(f"out/run/checkpoint-{step}")
+        state = dict.fromkeys(("step", "settings", "shards", "scaler", "optimizers")) | {"best": {"step": 5}}
+        torch.save(state, f"{folder}/trainer_state.pt")
+    err = cli("--out_dir=out/run", "--checkpoint=best", "--max_new_tokens=1")[2]
+    assert "checkpoint-5 on" in err
+
+
+def test_more_samples_than_a_batch(tiny, cli, tmp_path):
+    assert cli(f"--checkpoint={tiny}", "--num_samples=70", "--max_new_tokens=3", f"--out={tmp_path}/o")[0] == 0
+    assert len((tmp_path / "o").read_text().splitlines()) == 70
+
+
+def test_other_prompts_have_other_draws(tiny, cli, tmp_path, monkeypatch):
+    (tmp_path / "l").write_text("a\nb\na\n")
+    seen = []
+    stack = torch.stack
+    monkeypatch.setattr(torch, "stack", lambda ts, *a: seen.append(ts) or stack(ts, *a))
+    cli(f"--checkpoint={tiny}", f"--start=LINES:{tmp_path}/l", "--num_samples=2", "--max_new_tokens=9")
+    draws = seen[0]
+    assert len({tuple(d.tolist()) for d in draws}) == 6

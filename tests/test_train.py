@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -762,7 +763,7 @@ def test_a_second_ctrl_c_leaves_at_once_but_under_torchrun(toy, env, kept):
             f"sys.argv[0] = {str(ROOT / 'train.py')!r}; sys.path.insert(0, {str(ROOT)!r})\n"
             "runpy.run_path(sys.argv[0], run_name='__main__')")
     done = subprocess.run([sys.executable, "-c", code, *TINY], env={**os.environ, **env})
-    assert done.returncode == 130 and prepare.checkpoints_in("out") == kept
+    assert done.returncode in (130, -2) and prepare.checkpoints_in("out") == kept
 
 
 def test_signals_in_a_real_process(toy):
@@ -864,3 +865,349 @@ def test_a_stray_folder_does_not_stop_a_checkpoint(toy):
     assert run(*TINY) == 0
     assert Path("out/checkpoint-6/config.json").exists() or 6 not in prepare.checkpoints_in("out")
     assert Path("out/checkpoint-6-old/vocab.json").exists()
+
+
+# --- Faults that were put in on purpose and that no test had seen
+
+def test_min_lr_above_the_peak_keeps_the_peak():
+    assert [train.get_lr(i, 1e-5, 6e-5, 2, 10) for i in range(2, 11)] == pytest.approx([1e-5] * 9)
+
+
+def test_the_best_is_kept_beside_the_newest(toy):
+    """A learning rate of 0 never gets better: the first checkpoint is the best."""
+    assert run(*TINY, "--learning_rate=0", "--min_lr=0", "--dropout=0", "--keep_checkpoints=1") == 0
+    assert prepare.checkpoints_in("out") == [0, 10]
+
+
+def test_keep_checkpoints_0_keeps_one(toy):
+    assert run(*TINY, "--keep_checkpoints=0", "--eval_interval=0") == 0
+    assert prepare.checkpoints_in("out") == [10]
+
+
+def test_the_scale_of_float16_goes_on(toy, monkeypatch):
+    args = (*TINY, "--dtype=float16", "--max_iters=2")
+    init = torch.amp.GradScaler.__init__
+    monkeypatch.setattr(torch.amp.GradScaler, "__init__", lambda self, *a, **k: init(self, *a, init_scale=8.0, **k))
+    assert run(*args) == 0
+    monkeypatch.undo()
+    os.chdir(toy)
+    assert run(*args, "--max_iters=3", "--init_from=resume") == 0
+    assert state(step=2)["scaler"]["scale"] == state(step=3)["scaler"]["scale"] == 8.0
+
+
+def test_ms_are_of_one_step_and_of_learning_only(toy, monkeypatch):
+    """By a clock on which a step takes 1 s and a batch of an evaluation 100."""
+    now, clip, read = [0], torch.nn.utils.clip_grad_norm_, prepare.Windows.read
+
+    def passes(seconds, result):
+        now[0] += seconds
+        return result
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *a: passes(1, clip(*a)))
+    monkeypatch.setattr(prepare.Windows, "read", lambda self, i, place: passes(
+        100 * isinstance(i, range), read(self, i, place)))
+    assert run(*TINY, "--log_interval=5", "--eval_interval=3", "--save_interval=0") == 0
+    rows = [row for row in map(json.loads, Path("out/log.jsonl").open()) if "ms" in row]
+    assert [(row["step"], row["ms"], row["tok_per_sec"]) for row in rows] == [(n, 1000, 128) for n in (1, 5, 10)]
+
+
+def test_what_the_optimizers_are_told(toy, monkeypatch):
+    seen, real = [], torch.nn.utils.clip_grad_norm_
+
+    def clip(parameters, limit):
+        parameters = list(parameters)
+        norm = real(parameters, limit)
+        seen.append((limit, norm.item(), torch.stack([p.grad.norm() for p in parameters]).norm().item()))
+        return norm
+    steps = []
+    for kind in (torch.optim.AdamW, torch.optim.Muon):
+        def step(self, real=kind.step):
+            steps.append((type(self).__name__, self.param_groups[0]["lr"], self.param_groups[0].get("betas"), self.param_groups[0]["weight_decay"]))
+            return real(self)
+        monkeypatch.setattr(kind, "step", step)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
+    more = ("--optimizer=muon", "--max_iters=4", "--beta1=0.8", "--beta2=0.9", "--weight_decay=0.3")
+    assert run(*TINY, *more, "--grad_clip=0.01") == 0
+    lrs = [train.get_lr(i, 1e-3, 1e-4, 2, 4) for i in range(4)]
+    assert steps == [step for lr in lrs for step in (("AdamW", lr, (0.8, 0.9), 0.3), ("Muon", lr, None, 0.3))]
+    assert all(before > 0.011 > after > 0.009 for _, before, after in seen)
+    assert [row["lr"] for row in log() if "lr" in row] == lrs
+    seen.clear()
+    assert run(*TINY, *more, "--grad_clip=0", "--out_dir=b") == 0
+    assert all(before == pytest.approx(after, rel=1e-4) for _, before, after in seen)
+
+
+def test_muons_step_has_adamws_size():
+    model = tiny_model()
+    adamw, muon = train.make_optimizers(model, "muon", 0.0, (0.9, 0.95))
+    p = muon.param_groups[0]["params"][0]  # (3 C, C): its update's root mean square is 0.2 lr
+    before, p.grad = p.detach().clone(), torch.randn_like(p)
+    muon.param_groups[0]["lr"] = 1e-2
+    muon.step()
+    assert (p - before).square().mean().sqrt().item() == pytest.approx(0.2e-2, rel=0.2)
+
+
+@pytest.mark.parametrize("dropped", ["step"])
+def test_each_step_and_rank_has_its_own_dropout(toy, monkeypatch, dropped):
+    seeds, real = [], torch.manual_seed
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: seeds.append(seed) or real(seed))
+    assert run(*TINY, "--max_iters=4", "--out_dir=a") == 0
+    one = seeds[1:]
+    seeds.clear()
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(prepare, "write_folder", None)
+    os.makedirs("b")
+    assert run(*TINY, "--max_iters=4", "--out_dir=b") == 0
+    assert len({*one, *seeds[1:]}) == 8
+
+
+def test_out_of_memory_takes_a_divisor(toy, monkeypatch, capsys):
+    args = [a for a in TINY if "batch_size" not in a] + ["--batch_size=9", "--total_batch_size=144", "--dropout=0"]
+    assert run(*args, "--out_dir=whole") == 0
+    real = torch.nn.functional.cross_entropy
+
+    def oom(logits, targets, **how):
+        if logits.requires_grad and len(targets) > 8 * 16:
+            raise torch.OutOfMemoryError("injected")
+        return real(logits, targets, **how)
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy", oom)
+    assert run(*args) == 0 and "batch_size=3" in capsys.readouterr().out
+    for a, b in zip(log("whole"), log("out"), strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
+
+
+def test_the_first_step_is_logged(toy):
+    assert run(*TINY, "--log_interval=4") == 0
+    assert [r["step"] for r in log() if "loss" in r] == [1, 4, 8, 10]
+
+
+def test_evaluation_has_no_dropout(toy):
+    assert run(*TINY, "--max_iters=0", "--dropout=0.5", "--out_dir=a") == 0
+    assert run(*TINY, "--max_iters=0", "--dropout=0", "--out_dir=b") == 0
+    assert log("a") == log("b")
+
+
+def test_gradient_checkpointing_is_applied(toy, monkeypatch):
+    import torch.utils.checkpoint
+    calls, real = [], torch.utils.checkpoint.checkpoint
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", lambda *a, **k: calls.append(1) or real(*a, **k))
+    save(tiny_model(vocab_size=257, block_size=16), toy / "given")
+    for init in ("scratch", "given", "resume"):
+        calls.clear()
+        iters = 1 + (init == "resume")
+        assert run(*TINY, f"--max_iters={iters}", f"--init_from={init}", f"--out_dir={'b' if init == 'scratch' else 'a'}",
+                   "--gradient_checkpointing=True") == 0
+        assert calls, init
+
+
+def test_another_error_is_no_reason_to_try_again(toy, monkeypatch):
+    calls, real = [], torch.nn.functional.cross_entropy
+
+    def broken(logits, targets, **how):
+        calls.append(logits.requires_grad)
+        if sum(calls) == 3:
+            raise RuntimeError("mistaken")
+        return real(logits, targets, **how)
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy", broken)
+    with pytest.raises(RuntimeError, match="mistaken"):
+        run(*TINY)
+
+
+@pytest.mark.parametrize("more,said", [("--tracker=tensorboard", "tracker=tensorboard"), ("--tracker=wandb", "tracker=wandb"),
+                                       ("--dropout=1", "dropout"), ("--beta2=1", "beta2")])
+def test_more_mistakes(toy, capsys, monkeypatch, more, said):
+    import importlib.util
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "wandb" else real(name, *a))
+    assert run(*TINY, more) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1
+
+
+def test_device_cuda_is_the_ranks_own(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch, "Generator", str)
+    monkeypatch.setattr(torch, "zeros", lambda n, device: asked.append(device) or torch.ones(n))
+    for device in ("auto", "cuda", "cuda:1"):
+        train.pick_device(device)
+    assert asked == ["cuda:3", "cuda:3", "cuda:1"]
+
+
+def test_the_dtype_is_the_products(toy, monkeypatch):
+    seen, real = set(), torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention",
+                        lambda q, *a, **k: seen.add(q.dtype) or real(q, *a, **k))
+    for dtype in ("float32", "bfloat16", "float16"):
+        seen.clear()
+        assert run(*TINY, "--max_iters=1", f"--dtype={dtype}", f"--out_dir={dtype}") == 0
+        assert seen == {getattr(torch, dtype)}
+
+
+def test_weights_that_are_not_finite_are_not_written(tmp_path, capsys):
+    model = tiny_model()
+    model.transformer.wpe.weight.data[1, 1] = math.nan
+    with pytest.raises(SystemExit):
+        save(model, tmp_path / "checkpoint-0")
+    assert "not finite" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_endoftext_in_a_checkpoints_config(tmp_path):
+    save(tiny_model(), tmp_path / "x")
+    for kind in (transformers.AutoConfig, transformers.GenerationConfig):
+        config = kind.from_pretrained(tmp_path / "x")
+        assert (config.bos_token_id, config.eos_token_id) == (299, 299)
+
+
+def test_parameters_are_counted_without_padding(toy, capsys):
+    assert run(*TINY, "--max_iters=0") == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained("out/checkpoint-0")
+    assert f"{model.num_parameters():,} parameters" in capsys.readouterr().out
+
+
+def test_dropout_stands_where_gpt2_has_it(monkeypatch):
+    F, seen = torch.nn.functional, []
+    drop, attend = F.dropout, F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "dropout", lambda x, p, training=True: seen.append(p * training) or drop(x, p, training))
+    monkeypatch.setattr(F, "scaled_dot_product_attention",
+                        lambda q, k, v, mask, p, **how: seen.append(p) or attend(q, k, v, mask, p, **how))
+    model, idx = tiny_model(dropout=0.1), torch.randint(0, 300, (1, 9))
+    model.train().hidden(idx)
+    assert seen == [0.1] * (1 + 3 * model.config.n_layer)
+    seen.clear()
+    model.eval().hidden(idx)
+    assert not any(seen)
+
+
+def test_another_layer_norm_epsilon_is_refused(tmp_path, capsys):
+    save(tiny_model(), tmp_path / "x")
+    path = tmp_path / "x" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"layer_norm_epsilon": 1e-6}))
+    with pytest.raises(SystemExit):
+        train.load_model(str(tmp_path / "x"))
+
+
+def test_mfu(toy, monkeypatch):
+    search = re.search
+    monkeypatch.setattr(re, "search", lambda pattern, text, *a: text == "" and r"\bT4\b" == pattern or search(pattern, text, *a))
+    assert run(*TINY, "--max_iters=2") == 0
+    monkeypatch.undo()
+    n = sum(p.numel() for p in train.load_model(toy / "out/checkpoint-2").parameters()) - 127 * 32
+    flops = 6 * (n - 16 * 32) + 12 * 2 * 32 * 16
+    rows = [r for r in map(json.loads, (toy / "out/log.jsonl").open()) if "mfu" in r]
+    assert len(rows) == 2 and all(r["mfu"] == pytest.approx(flops * r["tok_per_sec"] / 65e12) for r in rows)
+
+
+def test_a_shard_of_another_length_is_another_run(toy, capsys):
+    run(*TINY)
+    write_shard(toy / "data/toy/toy_train_000002.bin", [97] * 431)
+    assert run(*TINY, "--init_from=resume") == 2
+    assert "toy_train_000002.bin=431 was 430" in capsys.readouterr().err
+
+
+def test_both_accuracies(toy, monkeypatch):
+    import hellaswag
+    Path("h.jsonl").write_text("".join(json.dumps(row) + "\n" for row in HELLASWAG))
+    monkeypatch.setattr(hellaswag, "score", lambda *_: dict(acc=0.25, acc_norm=0.5))
+    assert run(*TINY, "--max_iters=0", "--hellaswag_interval=1", "--hellaswag_data=h.jsonl") == 0
+    assert log()[-1] == {"step": 0, "hellaswag_acc": 0.25, "hellaswag_acc_norm": 0.5}
+
+
+def test_a_new_best_is_saved_between_intervals(toy):
+    assert run(*TINY, "--save_interval=0", "--keep_checkpoints=9", "--dropout=0") == 0
+    assert prepare.checkpoints_in("out") == [0, 4, 8, 10]  # the evaluations, each better than the last
+
+
+def test_another_n_head(toy, capsys):
+    run(*TINY, "--max_iters=1")
+    for more in ("--n_head=4", "--n_embd=64"):
+        assert run(*TINY, "--init_from=resume", more) == 2
+        assert more[2:] in capsys.readouterr().err
+
+
+def test_only_rank_0_tracks(toy, monkeypatch):
+    (toy / "wandb.py").write_text("init = lambda **kw: open('tracked', 'w').close()\nlog = lambda row, step: None\n")
+    monkeypatch.syspath_prepend(toy)
+    for name in "ab":
+        Path(name).mkdir()
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setenv("RANK", "1")
+    assert run(*TINY, "--max_iters=0", "--tracker=wandb", "--out_dir=a") == 0 and not Path("tracked").exists()
+    monkeypatch.setenv("RANK", "0")
+    assert run(*TINY, "--max_iters=0", "--tracker=wandb", "--out_dir=b") == 0 and Path("tracked").exists()
+    sys.modules.pop("wandb")
+
+
+# --- data that changes under a run, and signals that come early
+
+@pytest.mark.parametrize("left", [None, 1024, 1024 + 2 * 17, 1024 + 2 * (16 * 20 + 1)])
+def test_a_shard_that_goes_or_shrinks_under_a_run(toy, capsys, left):
+    """numpy would repeat a single token that is left to fill the window."""
+    data = prepare.Windows("data/toy", "train", 16, 257)
+    path = "data/toy/toy_train_000001.bin"
+    os.remove(path) if left is None else os.truncate(path, left)
+    with pytest.raises(SystemExit):
+        data.read([20])
+    assert f"{path}: gone or cut short" in (err := capsys.readouterr().err) and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["dangling link", "folder"])
+def test_what_is_only_named_like_a_shard(toy, capsys, kind):
+    path = Path("data/toy/toy_train_000003.bin")
+    path.mkdir() if kind == "folder" else path.symlink_to("nowhere")
+    assert run(*TINY) == 2
+    assert f"{path}: " in (err := capsys.readouterr().err) and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("damage", ["no vocab", "no merges", "cut merges"])
+def test_damaged_tokenizer_files_are_seen_before_training(toy, capsys, damage):
+    folder = toy / "data/toy"
+    digests = prepare.save_tokenizer(prepare.load_tokenizer("gpt2"), folder)
+    (folder / "meta.json").write_text(json.dumps({"sha256": digests}))
+    assert prepare.tokenizer_files(str(folder))[0] == 50257
+    name = "vocab.json" if "vocab" in damage else "merges.txt"
+    data = (folder / name).read_bytes()
+    (folder / name).unlink()
+    if "cut" in damage:
+        (folder / name).write_bytes(data[:200_000])
+    assert run(*TINY) == 2
+    assert "prepare the folder anew" in (err := capsys.readouterr().err) and err.count("\n") == 1
+
+
+def test_empty_rank_variables_and_any_stdout(toy, monkeypatch):
+    """As some launchers leave them; and notebooks' stdout is no TextIOWrapper."""
+    import contextlib
+    import io
+
+    class Stream(io.TextIOBase):
+        def write(self, text):
+            return len(text)
+    monkeypatch.setenv("RANK", "")
+    monkeypatch.setenv("WORLD_SIZE", "")
+    with contextlib.redirect_stdout(Stream()):
+        assert run(*TINY, "--max_iters=1") == 0
+
+
+def test_a_dataset_by_any_of_its_paths_is_the_same(toy, monkeypatch):
+    monkeypatch.chdir(toy / "data/toy")
+    assert run(*TINY, "--dataset=.", f"--out_dir={toy}/out", "--max_iters=2") == 0
+    monkeypatch.chdir(toy)
+    assert run(*TINY, "--init_from=resume", "--max_iters=3") == 0
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_it_waits_for_other_ranks_ends_it(toy, signum):
+    env = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+           "MASTER_PORT": "29543", "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen([sys.executable, ROOT / "train.py", *TINY], env=env, stdout=subprocess.PIPE) as process:
+        assert b"settings" in process.stdout.readline()
+        time.sleep(3)
+        process.send_signal(signum)
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:  # Python's own handler waits for torch's C++
+            assert signum == signal.SIGINT
+            process.terminate()
+        assert process.wait(20) == -signal.SIGTERM
