@@ -17,7 +17,6 @@ import json
 import math
 import os
 import re
-import signal
 import sys
 from collections import namedtuple
 
@@ -26,7 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from config import configure, fail
-from prepare import find_checkpoint, tokenizer_of, write_file
+from prepare import brief, find_checkpoint, run, tokenizer_of, write_file
 
 # model
 out_dir = "out/fineweb_small"  # train.py's output
@@ -88,9 +87,8 @@ def read_rows(source):
         for number, row in enumerate(load_dataset(source, split="validation")):
             rows.append((f"{source} row {number}", row))
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [""])[0]
         at = f" in its line {number}: cut short, or another file" if number else ""
-        fail(f"hellaswag_data={source}: {type(error).__name__}: {reason}{at}; it takes the "
+        fail(f"hellaswag_data={source}: {brief(error)}{at}; it takes the "
              "path of hellaswag_val.jsonl, or a network for Rowan/hellaswag; to train without, "
              "hellaswag_interval=0")
     if len(rows) != EXPECTED:
@@ -108,20 +106,18 @@ def load(source, encoding, block_size, protocol="nanogpt", limit=0):
     examples = []
     for number, (where, row) in enumerate(read_rows(source)[:limit or None]):
         try:
-            if row.get("label") in (None, "", -1):
-                fail(f"{where}: no label, so of the test split; the validation split has them")
-            label = int(row["label"])
+            label = str(row.get("label"))
             context, endings, lengths = tokens_of(row, encoding, protocol)
-            if len(endings) != 4 or label not in range(4):
-                raise ValueError(f"{len(endings)} endings and label {label}")
+            if len(endings) != 4 or label not in "0 1 2 3".split():
+                raise ValueError(f"{len(endings)} endings, label {label}; no label: the test split")
         except (KeyError, ValueError, TypeError, AttributeError) as error:
-            fail(f"{where}: not a row of HellaSwag: {type(error).__name__}: {error}")
+            fail(f"{where}: not a row of HellaSwag: {brief(error)}")
         room = block_size + 1 - max(map(len, endings))  # the very last token is only predicted
         if room < 1:
             fail(f"{where}: a context and an ending of {block_size + 1 - room} tokens don't fit "
                  f"into block_size={block_size}; HellaSwag takes a model of a larger one")
-        examples.append(Example(row.get("ind", number), label, context[-room:], endings, lengths,
-                                len(context) > room))
+        examples.append(Example(row.get("ind", number), int(label), context[-room:], endings,
+                                lengths, len(context) > room))
     if not examples:
         fail(f"hellaswag_data={source}: no rows in it")
     return examples
@@ -257,8 +253,7 @@ def main():
         try:  # with no C++ compiler or Triton it is the first call that fails
             normalizer(*model.transformer.wte.weight.detach()[:24].split(16))
         except Exception as error:
-            print(f"can't compile, going on without (--compile=False): {type(error).__name__}",
-                  file=sys.stderr)
+            print(f"can't compile, going on without: {brief(error)}", file=sys.stderr)
             normalizer = logsumexp
         losses = evaluate(model, examples, batch_tokens, progress=True, logsumexp=normalizer)
     if not losses.isfinite().all():
@@ -281,9 +276,4 @@ def main():
               flush=True)
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
-    try:
-        main()
-    except OSError as error:  # of --out, or of stdout, whose last flush must not fail once more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        fail(f"can't write the results: {error}")
+    run(main)

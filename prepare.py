@@ -22,7 +22,6 @@ import random
 import re
 import shutil
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -53,6 +52,7 @@ world_size = 0  # nodes that share the source; 0 is torchrun's or SLURM's, else 
 
 TOKENIZER_FILES = ("vocab.json", "merges.txt", "tokenizer_config.json")
 EOT = "<|endoftext|>"
+GPT2 = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"  # tiktoken caches it
 MAGIC = 20240520  # opens llm.c's header of 256 int32: magic, version, token count, zeros
 HEADER = 1024  # its bytes
 GROUP = 1 << 18  # characters a thread takes at a time: some 15 ms
@@ -83,9 +83,7 @@ def find_shards(folder, split):
 def check_shard(path):
     """path as a Shard: with llm.c's header, or as nanoGPT's bare tokens."""
     try:
-        size = os.path.getsize(path)
-        with open(path, "rb") as file:
-            head = file.read(HEADER)
+        size, head = os.path.getsize(path), np.fromfile(path, np.uint8, HEADER).tobytes()
     except OSError as error:
         fail(f"{path}: {error.strerror}")
     magic, form, count = np.frombuffer(head.ljust(HEADER, b"\0"), "<i4")[:3].tolist()
@@ -272,6 +270,20 @@ def leave(code):
         os._exit(code)
     sys.exit(code)
 
+def run(main, then=""):
+    """main(), and in one line what ends it from outside: Ctrl-C, a closed pipe, a full disk."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        print(f"\nstopped{then}", file=sys.stderr)
+        sys.exit(130)
+    except OSError as error:
+        with contextlib.suppress(OSError):  # stdout's last flush must not fail once more
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            sys.exit(1)  # as in prepare.py | head
+        fail(f"can't write: {error}; make room, then give the same command again")
+
 def peak_memory(device):
     """What a GPU, else this process, has used at most, and what the GPU or the machine has."""
     import torch
@@ -288,43 +300,29 @@ def peak_memory(device):
 # --- Tokenizers -----------------------------------------------------------------------------------
 
 def byte_alphabet():
-    """{byte: character}: how GPT-2's files spell tokens, all printable (a space is Ġ)."""
+    """{character: byte}: how GPT-2's files spell tokens, all printable (a space is Ġ)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = (byte for byte in range(256) if byte not in printable)
-    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
-
-def merge_lines(ranks):
-    """merges.txt for {token: id}: of each longer token the two parts that earlier merges leave."""
-    char_of, lines = byte_alphabet(), []
-    for token in sorted((token for token in ranks if len(token) > 1), key=ranks.get):
-        parts = [token[i:i + 1] for i in range(len(token))]
-        while len(parts) > 2:
-            costs = [ranks.get(a + b, 1 << 20) for a, b in itertools.pairwise(parts)]
-            i = costs.index(min(costs))
-            parts[i:i + 2] = [parts[i] + parts[i + 1]]
-        lines.append(" ".join("".join(char_of[byte] for byte in part) for part in parts))
-    return lines
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
 
 def load_tokenizer(name):
     """A tiktoken Encoding: gpt2, bytes, or the GPT-2-style BPE of a folder or Hugging Face id."""
     import tiktoken
     from tiktoken_ext.openai_public import r50k_pat_str
-    byte_of = {char: byte for byte, char in byte_alphabet().items()}
+    byte_of = byte_alphabet()
     try:
         if name == "gpt2":
             return tiktoken.get_encoding("gpt2")
-        if name in tiktoken.list_encoding_names():
-            raise ValueError("it splits text in its own way, or has more ids than a uint16")
-        vocab, merges = (byte_of | {EOT: 256}, []) if name == "bytes" else read_tokenizer(name)
+        vocab, merges = read_tokenizer(name)
         if EOT not in vocab or max(vocab.values()) > 65535:
             raise ValueError(f"it has no {EOT}, or ids past 65535 ({max(vocab.values())})")
-        made = byte_of.keys() | {line.replace(" ", "") for line in merges}
-        ranks = {bytes(byte_of[char] for char in token): vocab[token] for token in made}
-        if merge_lines(ranks) != merges:  # tiktoken merges in the order of ids
+        merged = [line.replace(" ", "") for line in merges]
+        if merged != sorted(set(merged), key=vocab.get):  # tiktoken merges in the order of ids
             raise ValueError("its ids are not in the order of its merges")
-        special = {token: i for token, i in vocab.items() if token not in made}
+        ranks = {bytes(byte_of[char] for char in token): vocab.pop(token)
+                 for token in [*byte_of, *merged]}
         return tiktoken.Encoding(name, pat_str=r50k_pat_str, mergeable_ranks=ranks,
-                                 special_tokens=special)
+                                 special_tokens=vocab)  # what is left
     except Exception as error:
         cure = "a byte-level BPE of GPT-2's kind is wanted" if name != "gpt2" else (
             "without a network, set TIKTOKEN_CACHE_DIR to a folder that holds vocab.bpe and "
@@ -333,19 +331,26 @@ def load_tokenizer(name):
         fail(f"tokenizer {name}: {brief(error)}; {cure}")
 
 def read_tokenizer(name):
-    """(vocab, merges) by tokenizer.json, which also tells how text is split, or by the others."""
-    folder = Path(fetch(name, ["tokenizer.json", "vocab.json", "merges.txt"]))
-    if not (folder / "tokenizer.json").exists():
-        lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
-        vocab = json.loads((folder / "vocab.json").read_bytes())
-        return vocab, [line for line in lines if line and not line.startswith("#version")]
-    whole = json.loads((folder / "tokenizer.json").read_bytes())
-    plain = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
-    if plain | (whole["pre_tokenizer"] or {"type": ""}) != plain or whole["normalizer"]:
-        raise ValueError("tokenizer.json changes or splits text in another way")
-    vocab, merges = whole["model"]["vocab"], whole["model"]["merges"]
-    vocab = vocab | {token["content"]: token["id"] for token in whole["added_tokens"]}
-    return vocab, [line if isinstance(line, str) else " ".join(line) for line in merges]
+    """(vocab, merges) by tokenizer.json, which also tells how text is split, or by two files."""
+    if name == "bytes":
+        return byte_alphabet() | {EOT: 256}, []
+    if name == "gpt2":
+        from tiktoken.load import read_file_cached
+        vocab, merges = (read_file_cached(GPT2 + file) for file in ("encoder.json", "vocab.bpe"))
+    else:
+        folder = Path(fetch(name, ["tokenizer.json", "vocab.json", "merges.txt"]))
+        if (folder / "tokenizer.json").exists():
+            whole = json.loads((folder / "tokenizer.json").read_bytes())
+            plain = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True,
+                         use_regex=True)
+            if plain | (whole["pre_tokenizer"] or {"type": ""}) != plain or whole["normalizer"]:
+                raise ValueError("tokenizer.json changes or splits text in another way")
+            vocab, merges = whole["model"]["vocab"], whole["model"]["merges"]
+            vocab = vocab | {token["content"]: token["id"] for token in whole["added_tokens"]}
+            return vocab, [line if isinstance(line, str) else " ".join(line) for line in merges]
+        merges, vocab = ((folder / file).read_bytes() for file in ("merges.txt", "vocab.json"))
+    lines = merges.decode("utf-8").split("\n")
+    return json.loads(vocab), [line for line in lines if line and not line.startswith("#version")]
 
 def fetch(name, patterns):
     """A folder as it is; else these files of a repository on the Hugging Face hub."""
@@ -357,19 +362,18 @@ def fetch(name, patterns):
     except Exception as error:
         fail(f"{name}: no such folder, and the Hugging Face hub doesn't give it: {brief(error)}")
 
-def save_tokenizer(encoding, folder):
-    """Write GPT-2's own two files and one that transformers asks for; returns their sha256."""
-    char_of, ranks = byte_alphabet(), encoding._mergeable_ranks
-    vocab = {"".join(char_of[byte] for byte in token): i for token, i in ranks.items()}
-    vocab = sorted((vocab | encoding._special_tokens).items(), key=lambda item: item[1])
-    merges = "\n".join(["#version: 0.2", *merge_lines(ranks), ""])
+def save_tokenizer(encoding, folder=None):
+    """GPT-2's own two files and one that transformers asks for, {name: bytes}; written if asked."""
+    vocab, merges = read_tokenizer(encoding.name)
+    vocab = sorted(vocab.items(), key=lambda item: item[1])
+    merges = "\n".join(["#version: 0.2", *merges, ""])
     config = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False,
               "bos_token": EOT, "eos_token": EOT, "unk_token": EOT}
     texts = (text.encode("utf-8") for text in (json.dumps(dict(vocab)), merges, json.dumps(config)))
     files = dict(zip(TOKENIZER_FILES, texts, strict=True))
-    for name, text in files.items():
-        write_file(os.path.join(folder, name), text)
-    return digests(files)
+    for name in files if folder else ():
+        write_file(os.path.join(folder, name), files[name])
+    return files
 
 def digests(files):
     """The sha256 of each of files, {name: bytes}."""
@@ -402,9 +406,7 @@ def tokenizer_files(folder):
     find_shards(folder, "train")  # a folder mistyped shows before the network is asked for GPT-2's
     try:
         import tiktoken
-        with tempfile.TemporaryDirectory() as made:
-            save_tokenizer(tiktoken.get_encoding("gpt2"), made)
-            return tokenizer_files(made)
+        return 50257, 50256, save_tokenizer(tiktoken.get_encoding("gpt2"))
     except Exception:
         return 50257, 50256, {}
 
@@ -425,9 +427,7 @@ def load_state(directory):
     import torch
     path = os.path.join(directory, "trainer_state.pt")
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        wanted = ("step", "best", "settings", "shards", "scaler", "optimizers")
-        return {key: state[key] for key in wanted}
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         fail(f"{path}: {brief(error)}; nothing to resume from, but --init_from={directory} with "
              "another --out_dir starts from its weights")
@@ -465,28 +465,28 @@ def pydocs():
     from pydoc_data.topics import topics
     warnings.simplefilter("ignore")  # old escapes in old modules
     library, documents = Path(os.__file__).parent, list(topics.values())
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     for path in sorted(library.rglob("*.py")):
         inside = set(path.relative_to(library).parts)
         if {"site-packages", "dist-packages", "test", "tests", "idle_test"} & inside:
             continue
-        try:
+        with contextlib.suppress(SyntaxError, ValueError):  # left over from another Python
             tree = ast.parse(path.read_bytes())  # read, not imported: that could do anything
-        except (SyntaxError, ValueError):
-            continue  # left over from another Python
-        kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-        nodes = [node for node in ast.walk(tree) if isinstance(node, kinds)]
-        texts = [(getattr(node, "name", path.stem), ast.get_docstring(node)) for node in nodes]
-        documents.append("\n\n\n".join(f"{name}\n\n{text}" for name, text in texts if text))
+            nodes = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+            texts = [(getattr(node, "name", path.stem), ast.get_docstring(node)) for node in nodes]
+            documents.append("\n\n\n".join(f"{name}\n\n{text}" for name, text in texts if text))
     random.Random(1337).shuffle(documents)
     return [text.encode("utf-8", "replace").decode() for text in documents if len(text) > 200]
 
-def parse_lines(lines, text_key):
-    """Lines of JSON -> their texts, or all their columns where none has a text."""
-    rows = [json.loads(line) for line in lines["line"] if line.strip()]
-    if not all(isinstance(row, dict) for row in rows):
-        raise ValueError("a line that is no JSON object")
-    keys = dict.fromkeys(itertools.chain(*rows)).keys()
-    return {key: [row.get(key) for row in rows] for key in keys & {text_key} or keys}
+def read_files(files, text_key, whole):
+    """Rows of text files: a whole file is one, or else a line, an object of JSON."""
+    for file in files:
+        opened = gzip.open if file.endswith(".gz") else open
+        with opened(file, "rt", encoding="utf-8-sig") as f:
+            for row in [{text_key: f.read()}] if whole else map(json.loads, filter(str.strip, f)):
+                if not isinstance(row, dict):
+                    raise ValueError("a line that is no JSON object")
+                yield row
 
 def open_source(files, settings):
     """This node's part of the source, a stream of rows that can tell its place and return to it."""
@@ -499,33 +499,28 @@ def open_source(files, settings):
     logging.disable(logging.CRITICAL)  # what goes wrong is told by us, in one line
     source, text_key, nodes = settings["source"], settings["text_key"], settings["world_size"]
     in_pieces = ParquetFragmentScanOptions(use_buffered_stream=True, pre_buffer=False)
-    text, line = (datasets.Features({key: datasets.Value("string")}) for key in (text_key, "line"))
-    kinds = {".parquet": ("parquet", {"batch_size": 1000, "fragment_scan_options": in_pieces}),
-             ".txt": ("text", {"sample_by": "document", "features": text, "encoding": "utf-8-sig"}),
-             ".jsonl": ("text", {"features": line, "encoding": "utf-8-sig"}),
-             ".json": ("json", {})}
+    parquet = {"batch_size": 1000, "fragment_scan_options": in_pieces}
+    kinds = {".parquet": parquet, ".jsonl": {}, ".json": {}, ".txt": {}}
     try:
         if source == "pydocs":
             stream = datasets.Dataset.from_dict({text_key: pydocs()}).to_iterable_dataset(nodes)
         elif files:
-            endings = {Path(file.removesuffix(".gz")).suffix for file in files}
-            ending = min(endings)
-            if ending not in kinds or len(endings) > 1:
+            ending, *others = {Path(file.removesuffix(".gz")).suffix for file in files}
+            if others or ending not in kinds:
                 raise ValueError(f"files have to end in one of {', '.join(kinds)}, or it and .gz")
-            kind, options = kinds[ending]
-            files = [f"gzip://{Path(file).stem}::{file}" if file.endswith(".parquet.gz")
-                     else glob.escape(file) for file in files]
-            options |= {"data_files": files, "split": "train", "streaming": True}
-            stream = datasets.load_dataset(kind, **options)
+            if ending in (".txt", ".jsonl"):
+                options = {"files": files, "text_key": text_key, "whole": ending == ".txt"}
+                stream = datasets.IterableDataset.from_generator(read_files, gen_kwargs=options)
+            else:
+                files = [f"gzip://{Path(file).stem}::{file}" if file.endswith(".parquet.gz")
+                         else glob.escape(file) for file in files]
+                options = kinds[ending] | {"data_files": files, "split": "train", "streaming": True}
+                stream = datasets.load_dataset(ending[1:], **options)
             if ending == ".parquet" and text_key in stream.column_names:  # the others may differ
-                stream = datasets.load_dataset(kind, **options, columns=[text_key])
-            if ending == ".jsonl":
-                stream = stream.map(parse_lines, batched=True, batch_size=8,
-                                    remove_columns=["line"], fn_kwargs={"text_key": text_key})
-        elif os.path.isdir(source):
-            raise FileNotFoundError(f"a folder; its files are --source='{source}/**/*.txt' or so")
-        elif glob.has_magic(source) or Path(source.removesuffix(".gz")).suffix in kinds:
-            raise FileNotFoundError("no such file")
+                stream = datasets.load_dataset("parquet", **options, columns=[text_key])
+        elif (os.path.isdir(source) or glob.has_magic(source)
+              or Path(source.removesuffix(".gz")).suffix in kinds):
+            raise FileNotFoundError(f"no such file; a folder's are --source='{source}/**/*.txt'")
         else:
             stream = datasets.load_dataset(
                 source, name=settings["source_config"] or None, split=settings["split"],
@@ -536,25 +531,17 @@ def open_source(files, settings):
             stream = stream.reshard()
         if text_key in (stream.column_names or ()):
             stream = stream.select_columns([text_key])
-        if settings["rank"] >= stream.num_shards:
-            return stream.take(0)
-        return stream.shard(nodes, settings["rank"])
+        node = settings["rank"]
+        return stream.shard(nodes, node) if node < stream.num_shards else stream.take(0)
     except Exception as error:
         fail(f"source {source} can't be opened: {brief(error)}")
 
 def brief(error):
     """An exception in one line, with the file that datasets was at, which only its frames know."""
-    file = ""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        here, reader = frame.f_locals.get("file"), frame.f_locals.get("ex_iterable")
-        file = here if isinstance(here, str) else file
-        while hasattr(reader, "ex_iterable"):
-            reader = reader.ex_iterable
-        known = getattr(reader, "kwargs", {})
-        known = known.get("files") or known.get("base_files")
-        file = known[reader._state_dict["shard_idx"] % len(known)] if known else file
+    frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
+    files = [here["file"] for here in frames if isinstance(here.get("file"), str)]
     words = " ".join(str(error).split()[:30]) or "nothing in it"
-    return f"{file or type(error).__name__}: {words}"
+    return f"{files[-1] if files else type(error).__name__}: {words}"
 
 def read_groups(stream, text_key, place):
     """Yield (place, texts): some GROUP characters of text, and the stream's state before them."""
@@ -610,16 +597,14 @@ def in_order(groups, encoding, threads):
         OWN.encoding = type(encoding)(
             encoding.name, pat_str=encoding._pat_str, mergeable_ranks=encoding._mergeable_ranks,
             special_tokens={OWN.mark: encoding.eot_token})
-    flight, ahead = deque(), 0
+    flight = deque()
     pool = ThreadPoolExecutor(threads, initializer=own_encoding)
     try:
         for place, texts in itertools.chain(groups, [(None, None)]):
             if texts:
                 flight.append((place, sum(map(len, texts)), pool.submit(tokenize, texts)))
-                ahead += flight[-1][1]
-            while flight and (ahead > FLIGHT * threads or not texts):
-                place, size, future = flight.popleft()
-                ahead -= size
+            while flight and (not texts or sum(size for _, size, _ in flight) > FLIGHT * threads):
+                place, _, future = flight.popleft()
                 yield place, future.result()
     finally:
         pool.shutdown(cancel_futures=True)
@@ -709,7 +694,7 @@ def main():
         meta = settings | {
             "settings": settings, "versions": versions | {"python": sys.version.split()[0]},
             "vocab_size": encoding.max_token_value + 1, "eot": encoding.eot_token,
-            "sha256": save_tokenizer(encoding, folder) if node == 0 else {},
+            "sha256": digests(save_tokenizer(encoding, folder if node == 0 else None)),
             "shards": [], "tokens": 0, "bytes": 0, "resume": {"place": None, "seen": 0}}
     stream = open_source(files, meta)
 
@@ -754,13 +739,4 @@ def main():
           "it is normal for the last shard to be short")
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        print("\nstopped; the same command goes on from the last finished shard", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:  # as in prepare.py | head; its last flush must not fail once more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-    except OSError as error:
-        fail(f"{dataset}: {error}; make room, then the same command goes on from there")
+    run(main, "; the same command goes on from the last finished shard")

@@ -8,7 +8,6 @@ Prints each prompt followed by its continuation. A single sample appears as it i
 are made together, each with a line of dashes after it. Settings, notes and speed go to stderr.
 """
 import codecs
-import contextlib
 import functools
 import hashlib
 import json
@@ -21,7 +20,7 @@ from collections import Counter
 import torch
 
 from config import configure, fail
-from prepare import find_checkpoint, tokenizer_of
+from prepare import find_checkpoint, run, tokenizer_of
 from train import load_model, pick_device, pick_dtype
 
 # model
@@ -234,12 +233,8 @@ def main():
             jobs.append((prompt, ids, int.from_bytes(digest[:8], "little")))
 
     show = functools.partial(print, end="", flush=True) if len(jobs) == 1 else None
-    try:
-        file = open(out, "w", encoding="utf-8") if out else contextlib.nullcontext()
-    except OSError as error:
-        fail(f"--out={out}: can't be written: {error}")
     began, count = time.perf_counter(), 0
-    with file:
+    with open(out or os.devnull, "w", encoding="utf-8") as file:
         for i in range(0, len(jobs), BATCH):
             texts, ids, seeds = zip(*jobs[i:i + BATCH], strict=True)
             if show:
@@ -249,20 +244,11 @@ def main():
             samples = collect(steps, len(ids), encoding, show)
             for prompt, tokens in zip(texts, samples, strict=True):
                 text = encoding.decode_bytes(tokens).decode("utf-8", "replace")
-                if out:
-                    print(json.dumps(dict(prompt=prompt, text=text, tokens=tokens)), file=file)
+                print(json.dumps(dict(prompt=prompt, text=text, tokens=tokens)), file=file)
                 print("" if show else prompt + text + "\n" + "-" * 15, flush=True)
                 count += len(tokens)
     seconds = time.perf_counter() - began
     print(f"{count} tokens in {seconds:.1f} s, {count / seconds:.0f} tokens/s", file=sys.stderr)
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BrokenPipeError:  # as in sample.py | head; stdout's last flush must not fail once more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1 if out else 0)  # that file isn't complete
-    except OSError as error:
-        fail(f"can't write the samples: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run(main)

@@ -347,7 +347,7 @@ def test_a_broken_pipe_ends_quietly(tiny, offline, num_samples):
             assert process.stdout.readline() == b"line\n"
         process.stdout.close()
         said = process.stderr.read().decode()
-        assert process.wait(60) == 0 and "Traceback" not in said and "BrokenPipe" not in said, said
+        assert process.wait(60) == 1 and "Traceback" not in said and "BrokenPipe" not in said, said
 
 
 def test_a_broken_pipe_with_a_file_is_no_success(tiny, offline, tmp_path):

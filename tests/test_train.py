@@ -1163,7 +1163,7 @@ def test_what_is_only_named_like_a_shard(toy, capsys, kind):
 @pytest.mark.parametrize("damage", ["no vocab", "no merges", "cut merges"])
 def test_damaged_tokenizer_files_are_seen_before_training(toy, capsys, damage):
     folder = toy / "data/toy"
-    digests = prepare.save_tokenizer(prepare.load_tokenizer("gpt2"), folder)
+    digests = prepare.digests(prepare.save_tokenizer(prepare.load_tokenizer("gpt2"), folder))
     (folder / "meta.json").write_text(json.dumps({"sha256": digests}))
     assert prepare.tokenizer_files(str(folder))[0] == 50257
     name = "vocab.json" if "vocab" in damage else "merges.txt"
