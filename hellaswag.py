@@ -39,7 +39,7 @@ out = ""  # also write the losses here, a JSON line an example
 batch_tokens = 2048  # tokens a forward pass, padding included; more may help a large GPU
 device = "auto"  # auto, cpu, cuda, cuda:1, mps
 dtype = "auto"  # of the matrix products: auto, bfloat16, float16, float32
-compile = False  # torch.compile the softmax: ten seconds to start, pays with fast matrix units only
+compile = False  # torch.compile the softmax: ten seconds to start, worth it with fast matrix units
 
 EXPECTED = 10042  # rows of the validation split
 # ind and label as in the set; context: token ids; endings: four lists of token ids; lengths: four

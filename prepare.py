@@ -64,7 +64,7 @@ Shard = namedtuple("Shard", "path offset tokens")  # offset: bytes before the fi
 # --- Shards and files, as train.py reads and writes them too --------------------------------------
 
 def dataset_dir(dataset):
-    """data/<dataset>, or dataset itself where it is a folder's path (a bare name: with shards)."""
+    """data/<dataset>, or the folder that dataset is the path of (a bare name: if it has shards)."""
     inside, bare = os.path.join("data", dataset), os.path.basename(dataset) == dataset
     is_path = glob.glob(glob.escape(dataset) + "/*.bin") if bare else os.path.isdir(dataset)
     return dataset if is_path and not os.path.isdir(inside) else inside
@@ -124,7 +124,7 @@ def permute(i, n, key):
             return i
 
 class Windows:
-    """A split as windows of block_size + 1 tokens; neighbours share one: none is a target twice."""
+    """A split as windows of block_size + 1 tokens; neighbours share one, each is a target once."""
 
     def __init__(self, folder, split, block_size, vocab_size):
         self.shards, self.vocab_size = find_shards(folder, split), vocab_size
@@ -224,7 +224,7 @@ def write_folder(path):
         yield aside
         for file in [*os.listdir(aside), ""]:
             sync(os.path.join(aside, file))
-        if os.path.isdir(path):  # no checkpoint, or it would not be written anew
+        if os.path.isdir(path):  # a stray folder: no checkpoint is written twice
             os.rename(path, path + "-old")
         os.rename(aside, path)
         sync(parent)
@@ -262,7 +262,7 @@ def keep_freed_memory():
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: and never back to the system
 
 def leave(code):
-    """End the process; a rank of torchrun's at once, as gloo's threads can abort a slow exit."""
+    """End the process; under torchrun at once, as gloo's threads can abort a slow exit."""
     if os.environ.get("WORLD_SIZE"):
         atexit._run_exitfuncs()
         with contextlib.suppress(OSError):  # a closed pipe
@@ -391,7 +391,7 @@ def tokenizer_of(folder, vocab_size=0):
     return encoding
 
 def tokenizer_files(folder):
-    """(vocab_size, eot, {name: bytes}) of a dataset's tokenizer; GPT-2's, or no files, if none."""
+    """(vocab_size, eot, {name: bytes}) of a dataset's tokenizer, or of GPT-2's if it has none."""
     try:
         if any(Path(folder, name).exists() for name in ("meta.json", *TOKENIZER_FILES)):
             files = {name: Path(folder, name).read_bytes() for name in TOKENIZER_FILES}
@@ -411,7 +411,7 @@ def tokenizer_files(folder):
         return 50257, 50256, {}
 
 def check_tokenizer(files, folder, checkpoint):
-    """Fail if a checkpoint says that its tokens are not those of folder's tokenizer files."""
+    """Fail if a checkpoint's vocabulary is not that of folder's tokenizer files."""
     own = Path(checkpoint, "vocab.json")
     if files and own.exists() and json.loads(files["vocab.json"]) != json.loads(own.read_bytes()):
         fail(f"{folder} and {checkpoint} have different tokenizers: prepare the data anew with "
@@ -525,8 +525,8 @@ def open_source(files, settings):
             stream = datasets.load_dataset(
                 source, name=settings["source_config"] or None, split=settings["split"],
                 revision=settings["revision"], streaming=True)
-        # Readers seek, and nodes share, by row groups. On the hub each costs three requests and
-        # three times its bytes: there files are read through, unless they are few for the nodes.
+        # Readers seek, and nodes share, by row groups. On the hub a row group costs three requests
+        # and three times its bytes: files are read whole there, unless they are few for the nodes.
         if files or stream.num_shards < 8 * nodes:
             stream = stream.reshard()
         if text_key in (stream.column_names or ()):
@@ -645,7 +645,7 @@ def write_shard(folder, meta, tokens, lengths):
     """The next shard: written aside, noted in meta, then shown: a kill between loses nothing."""
     n, node = len(meta["shards"]), meta["rank"]
     number = 1 + node + (n - (node == 0)) * meta["world_size"] if n or node else 0
-    name = Path(meta["dataset"]).absolute().name  # still, where the folder has been renamed
+    name = Path(meta["dataset"]).absolute().name  # as it began, even in a renamed folder
     name = f"{name}_{'train' if number else 'val'}_{number:06}.bin"
     header = np.array([MAGIC, 1, len(tokens)] + [0] * 253, "<i4")
     digest = hashlib.sha256(header)

@@ -1,7 +1,7 @@
 """
 Text out of a checkpoint.
 
-    python sample.py config/quickstart.py                                ten samples of that run
+    python sample.py config/quickstart.py                                a sample of that run
     python sample.py --checkpoint=gpt2 --start="Once upon" --num_samples=1      GPT-2's own weights
 
 Prints each prompt followed by its continuation. A single sample appears as it is produced; several
@@ -29,7 +29,7 @@ checkpoint = "latest"  # latest or best of out_dir, or a model directory or hub 
 # text
 start = ""  # prompt, FILE:path for a file's text, LINES:path for one a line; "" is <|endoftext|>
 num_samples = 10  # continuations of each prompt
-max_new_tokens = 500  # tokens a sample, if it doesn't come to <|endoftext|> before
+max_new_tokens = 500  # tokens a sample, at most; <|endoftext|> ends it earlier
 out = ""  # file for the samples as JSON lines: prompt, text (what comes after it), tokens (of text)
 # choice
 temperature = 0.8  # below 1 favours likely tokens; 0 always takes the likeliest

@@ -31,8 +31,8 @@ from config import configure, fail
 # data and output
 dataset = "fineweb_small"  # folder of shards: data/<dataset>, or a path
 out_dir = "out/fineweb_small"  # checkpoints and log.jsonl go here
-init_from = "scratch"  # scratch, resume, auto (resume if there is one), a checkpoint or hub id
-# model; weights given by init_from keep their shape: only dropout and block_size, a crop, apply
+init_from = "scratch"  # scratch, resume, auto (resume, if there is a run), a checkpoint or hub id
+# model; of these only dropout and block_size (a crop) apply to weights that init_from gives
 n_layer = 12  # blocks
 n_head = 12  # attention heads
 n_embd = 768  # width
@@ -44,7 +44,7 @@ batch_size = 16  # sequences a forward pass, a process; accumulation steps are d
 # optimizer
 max_iters = 19073  # optimizer steps: 10B tokens at 2**19 each
 learning_rate = 6e-4  # the peak, after warm-up
-min_lr = 6e-5  # where the cosine ends, at max_iters; above learning_rate, that is kept
+min_lr = 6e-5  # where the cosine ends, at max_iters; never above learning_rate
 warmup_iters = 700  # steps of linear warm-up
 optimizer = "adamw"  # adamw, or muon for the blocks' matrices and adamw for the rest
 weight_decay = 0.1  # on tensors of two or more dimensions
@@ -143,7 +143,7 @@ class GPT(nn.Module):
             logits = self.logits(x).float().flatten(0, 1)
             return F.cross_entropy(logits, y.flatten(), reduction="sum")
         B, T = idx.shape
-        # logits are the largest: 1,024 tokens' at a time; fewer add up wte's gradient too often
+        # logits are the largest tensor: 1,024 tokens at a time; smaller chunks only cost time
         b = max(1, 1024 // T) if self.config.gradient_checkpointing and self.training else B
         return sum(map(self.run, [loss] * B, self.hidden(idx).split(b), targets.split(b))) / (B * T)
 
@@ -170,7 +170,7 @@ def load_model(directory, block_size=0):
         for name, p in model.state_dict().items():
             t = found[name].t() if name.endswith(TRANSPOSED) else found[name][:len(p)]
             found[name] = F.pad(t, (0, 0, 0, -len(t) % 128)) if "wte" in name else t.contiguous()
-        model.load_state_dict(found, strict=False, assign=True)  # masks are ignored
+        model.load_state_dict(found, strict=False, assign=True)  # old files hold masks
     except Exception as error:
         fail(f"{directory}: no GPT-2 by config.json, safetensors: {type(error).__name__} {error}")
     return model.requires_grad_().eval()
@@ -328,7 +328,7 @@ def main():
     # a token costs 6 FLOPs a weight it meets, and attention's two T x T products
     flops = 6 * (n_params - c.block_size * c.n_embd) + 12 * c.n_layer * c.n_embd * c.block_size
     engine = torch.compile(model, dynamic=False) if compile else model
-    if world_size > 1:  # the search keeps the buckets, and so the order of sums, as they begin
+    if world_size > 1:  # without find_unused, DDP regroups its sums after the first step
         engine = DDP(engine, gradient_as_bucket_view=True, find_unused_parameters=kind == "cpu")
     if hellaswag_interval:
         import hellaswag
@@ -441,7 +441,7 @@ def main():
                 one.step()
         scaler.update()
         step += 1
-        bad = torch.where((bad > 0) | mean.isfinite() & (norm.isfinite() | fp16), bad, step)
+        bad = torch.where((bad > 0) | (mean.isfinite() & (norm.isfinite() | fp16)), bad, step)
     command = f"{'torchrun ...' if world_size > 1 else 'python'} {shlex.join(sys.argv)}"
     print(f"{out_dir}: step {step}; to go on: {command} --init_from=resume" if stop else "finished")
     return 128 + int(stop) if stop else 0

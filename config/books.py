@@ -6,7 +6,7 @@
 #
 # Hardware: two CPU cores, or any GPU. Measured: with --max_iters=2800 (5.7M tokens) 1 hour 40
 # minutes on two cores of a Xeon without bfloat16 and a val loss of 4.948 nats per token, on 87 MB
-# of old books and web pages. Time of the whole: some 7 hours there, by arithmetic; outcome: your
+# of old books and web pages. Time of the whole: some 7 hours there, by arithmetic. Outcome: your
 # books decide.
 dataset = "books"
 out_dir = "out/books"

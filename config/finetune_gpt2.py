@@ -4,7 +4,8 @@
 #   python train.py config/finetune_gpt2.py
 #   python sample.py config/finetune_gpt2.py --checkpoint=best
 #
-# Hardware: one GPU of 8 GB, or patience. Time and outcome: your text decides.
+# Hardware: one GPU (its memory not measured by us), or patience. Time and outcome: your text
+# decides.
 dataset = "finetune"
 out_dir = "out/finetune_gpt2"
 source = "my/texts/*.txt"

@@ -1,4 +1,4 @@
-# GPT-2 small, 124M, with Muon for the blocks' matrices: meant to need fewer tokens to a loss.
+# GPT-2 small, 124M, with Muon for the blocks' matrices: meant to reach a loss in fewer tokens.
 #
 #   python prepare.py config/fineweb_small.py        the same shards serve
 #   torchrun --standalone --nproc_per_node=8 train.py config/fineweb_small_muon.py

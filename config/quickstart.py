@@ -3,10 +3,10 @@
 #   python prepare.py config/quickstart.py && python train.py config/quickstart.py
 #   python sample.py config/quickstart.py
 #
-# Hardware: two CPU cores. Time: 7 s for prepare.py, 2.4 minutes for train.py (two cores of an AMD
+# Hardware: two CPU cores. Time: 7 s for prepare.py, 2.5 minutes for train.py (two cores of an AMD
 # EPYC with bfloat16, torch 2.13.0, 2026-11-30). Outcome, measured: val loss 1.500 nats per byte
 # (in float32 on a Xeon 3.6 minutes and 1.502) with Python 3.11.7, whose documentation is the
-# corpus; text in the manner of docstrings, some words its own.
+# corpus; text like docstrings, some of its words invented.
 dataset = "quickstart"
 out_dir = "out/quickstart"
 source = "pydocs"
