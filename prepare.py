@@ -349,7 +349,7 @@ def read_tokenizer(name):
             vocab = vocab | {token["content"]: token["id"] for token in whole["added_tokens"]}
             return vocab, [line if isinstance(line, str) else " ".join(line) for line in merges]
         merges, vocab = ((folder / file).read_bytes() for file in ("merges.txt", "vocab.json"))
-    lines = merges.decode("utf-8").split("\n")
+    lines = merges.decode("utf-8-sig").splitlines()  # whatever a Windows editor made of them
     return json.loads(vocab), [line for line in lines if line and not line.startswith("#version")]
 
 def fetch(name, patterns):

@@ -1156,6 +1156,18 @@ def test_merges_as_strings(trained):
     assert prepare.load_tokenizer(str(trained))._mergeable_ranks == want
 
 
+@pytest.mark.parametrize("newline,mark", [("\n", ""), ("\r\n", ""), ("\n", "\ufeff"), ("\r\n", "\ufeff")])
+def test_tokenizer_files_from_windows(trained, newline, mark):
+    want = prepare.load_tokenizer(str(trained))
+    prepare.save_tokenizer(want, trained)
+    (trained / "tokenizer.json").unlink()
+    for name in ("merges.txt", "vocab.json"):
+        text = mark + (trained / name).read_text(encoding="utf-8").replace("\n", newline)
+        (trained / name).write_bytes(text.encode("utf-8"))
+    got = prepare.load_tokenizer(str(trained))
+    assert (got._mergeable_ranks, got._special_tokens) == (want._mergeable_ranks, want._special_tokens)
+
+
 def test_a_vocabulary_of_another_size_is_refused(tmp_path):
     prepare.save_tokenizer(prepare.load_tokenizer("bytes"), tmp_path)
     assert prepare.tokenizer_of(tmp_path, 384).n_vocab == 257
