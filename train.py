@@ -219,7 +219,7 @@ def get_lr(it, learning_rate, min_lr, warmup_iters, max_iters):
 def pick_device(device):
     """A device that is there; "auto" takes cuda (torchrun's processes one each), mps or cpu."""
     if device in ("auto", "cuda") and torch.cuda.is_available():
-        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        device = f"cuda:{os.environ.get('LOCAL_RANK') or 0}"
     elif device == "auto":
         device = "mps" if torch.backends.mps.is_available() else "cpu"
     try:
@@ -267,7 +267,7 @@ def main():
     if world_size > 1:  # gloo beside nccl: ranks agree on flags without waiting for the device
         dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
         atexit.register(dist.destroy_process_group)
-    asked = []  # the signals that asked to stop; waiting for the other ranks, any ends at once
+    asked = []  # the signals that asked to stop; one that comes earlier ends the wait for ranks
     def ask(signum, frame):  # a second one ends at once; under torchrun it may be the first again
         asked.append(signum)
         signal.signal(signum, ask if os.environ.get("WORLD_SIZE") else signal.SIG_DFL)
