@@ -3,6 +3,7 @@ import hashlib
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: for tiny models threads cost more than they give
 URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 
