@@ -164,7 +164,7 @@ class Windows:
 def open_log(path, step, resume):
     """The run's log, to append to, without the rows past the step, which will come again."""
     try:
-        if os.path.isfile(path) and not resume:  # from before a checkpoint, or with all moved away
+        if os.path.isfile(path) and not resume:  # of a run that has no checkpoint here
             os.replace(path, path + ".old")
         elif os.path.isfile(path):
             text = Path(path).read_text("utf-8", "replace")
@@ -282,7 +282,7 @@ def run(main, then=""):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             sys.exit(1)  # as in prepare.py | head
-        fail(f"can't write: {error}; make room, then give the same command again")
+        fail(f"can't write: {error}; mend that, then give the same command again")
 
 def peak_memory(device):
     """What a GPU, else this process, has used at most, and what the GPU or the machine has."""
@@ -597,14 +597,16 @@ def in_order(groups, encoding, threads):
         OWN.encoding = type(encoding)(
             encoding.name, pat_str=encoding._pat_str, mergeable_ranks=encoding._mergeable_ranks,
             special_tokens={OWN.mark: encoding.eot_token})
-    flight = deque()
+    flight, ahead = deque(), 0
     pool = ThreadPoolExecutor(threads, initializer=own_encoding)
     try:
         for place, texts in itertools.chain(groups, [(None, None)]):
             if texts:
                 flight.append((place, sum(map(len, texts)), pool.submit(tokenize, texts)))
-            while flight and (not texts or sum(size for _, size, _ in flight) > FLIGHT * threads):
-                place, _, future = flight.popleft()
+                ahead += flight[-1][1]
+            while flight and (ahead > FLIGHT * threads or not texts):
+                place, size, future = flight.popleft()
+                ahead -= size
                 yield place, future.result()
     finally:
         pool.shutdown(cancel_futures=True)

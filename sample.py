@@ -214,7 +214,7 @@ def main():
         if globals()[key] < least:
             fail(f"--{key}={globals()[key]}: has to be {least} or more")
     if not 0 < top_p <= 1 or max_new_tokens > 10**7:
-        fail(f"{top_p=}, {max_new_tokens=}: at most 1, and above 0; at most 10 million")
+        fail(f"{top_p=} has to be above 0 and at most 1, {max_new_tokens=} at most 10 million")
     place = pick_device(device)
     precision = pick_dtype(dtype, place)
     prompts = read_prompts(start)

@@ -73,7 +73,7 @@ def read_recipe(path):
 
 def configure(script, argv=None, echo=None):
     """Override a script's settings (script: its globals()) from argv; prints and returns them."""
-    getattr(sys.stdout, "reconfigure", dict)(errors="replace")  # what can't be shown becomes ?
+    getattr(sys.stdout, "reconfigure", dict)(errors="replace")  # notebooks lack it
     mine, folder = settings_of(script["__file__"]), Path(script["__file__"]).parent
     defaults = {key: script[key] for key in mine if isinstance(script[key], (str, int, float))}
     anyones = set(mine).union(*map(settings_of, filter(Path.exists, map(folder.joinpath, SCRIPTS))))

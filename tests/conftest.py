@@ -15,6 +15,17 @@ sys.path.insert(0, str(REPO))
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: for tiny models threads cost more than they give
 URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+_exit = subprocess.Popen.__exit__
+
+
+def kill_on_error(process, kind, *rest):
+    """At the end of `with Popen`: a test that fails doesn't wait for a process that never ends."""
+    if kind:
+        process.kill()
+    return _exit(process, kind, *rest)
+
+
+subprocess.Popen.__exit__ = kill_on_error
 
 
 @pytest.fixture(scope="session", autouse=True)
